@@ -1,0 +1,125 @@
+"""Addresses: from token ids to table rows. Deterministic integers, so the rows of a text are known before the model runs.
+
+Mix of order n at position t: XOR over k < n of `compressed[t-k] * multiplier[k]` in wrapping int64; the row of a head is the mix
+modulo that head's own prime, plus the head's offset in its layer's table. Source: `NgramHashMapping` of the Engram demo.
+Two implementations, pinned bit-equal by tests: `HashPlan.rows` on the host (numpy) and `NgramHash` in the model (torch, any device).
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+from sympy import nextprime
+from torch import Tensor, nn
+
+from engram_graft.config import EngramConfig
+from engram_graft.window import Window
+
+LAYER_SEED_STRIDE = 10007  # the demo's: layer l draws from seed + 10007 * l
+
+
+@dataclasses.dataclass(frozen=True)
+class HashPlan:
+    """The integers of a memory. Drawn once (`plan_hashes`), then saved and read back: numpy does not promise its streams.
+
+    Args:
+        multipliers: odd int64 `[layers, N]`.
+        primes: int64 `[layers, (N-1)*heads]`, order-major.
+        offsets: int64 `[layers, (N-1)*heads]`, where each head starts in its layer's table.
+        lookup: int64 `[V]`, compressed id of every token id the model can be fed.
+        pad: compressed id that positions before the text's start are read as.
+    """
+
+    multipliers: np.ndarray
+    primes: np.ndarray
+    offsets: np.ndarray
+    lookup: np.ndarray
+    pad: int
+
+    @property
+    def table_rows(self) -> list[int]:
+        """Rows of each layer's table."""
+        return [int(total) for total in self.primes.sum(1)]
+
+    def rows(self, input_ids: np.ndarray) -> np.ndarray:
+        """Host path: int64 rows `[..., T, layers, (N-1)*heads]` of whole texts, token ids `[..., T]`."""
+        compressed = self.lookup[input_ids]
+        padded = np.concatenate([np.full((*compressed.shape[:-1], self._context), self.pad), compressed], -1)
+        length = compressed.shape[-1]
+        tokens = [padded[..., self._context - k : self._context - k + length, None] for k in range(self._context + 1)]
+        heads = self.primes.shape[1] // self._context
+        rows = []
+        with np.errstate(over="ignore"):  # the wrap-around is the hash
+            mix = tokens[0] * self.multipliers[:, 0]  # (..., T, L)
+            for order in range(2, self._context + 2):
+                mix = mix ^ (tokens[order - 1] * self.multipliers[:, order - 1])
+                of_order = slice((order - 2) * heads, (order - 1) * heads)
+                rows.append(np.mod(mix[..., None], self.primes[:, of_order]) + self.offsets[:, of_order])
+        return np.concatenate(rows, -1)
+
+    @property
+    def _context(self) -> int:
+        return self.multipliers.shape[1] - 1
+
+
+def plan_hashes(config: EngramConfig, lookup: np.ndarray, compressed_size: int, pad_id: int) -> HashPlan:
+    """Draw the multipliers and find the primes of every layer of `config`.
+
+    Args:
+        lookup: int64 `[V]` from `extend_lookup`.
+        compressed_size: V'; bounds the multipliers so that one product stays below 2**63.
+        pad_id: token id (not compressed) of the pad.
+    """
+    half_bound = max(1, (np.iinfo(np.int64).max // compressed_size) // 2)
+    multipliers, primes = [], []
+    used: set[int] = set()  # one set for all layers and orders: no two heads of a memory share a modulus
+    for layer_id in config.layer_ids:
+        generator = np.random.default_rng(config.seed + LAYER_SEED_STRIDE * layer_id)
+        draws = generator.integers(0, half_bound, size=config.max_ngram_size, dtype=np.int64)
+        multipliers.append(draws * 2 + 1)  # odd, so that a product loses no bit of the id
+        of_layer = []
+        for base in config.engram_vocab_size:
+            prime = base - 1  # so that a prime base is itself the first candidate
+            for _ in range(config.n_head_per_ngram):
+                prime = nextprime(prime)
+                while prime in used:
+                    prime = nextprime(prime)
+                used.add(prime)
+                of_layer.append(int(prime))
+        primes.append(of_layer)
+    moduli = np.array(primes, dtype=np.int64)
+    offsets = np.concatenate([np.zeros((len(moduli), 1), dtype=np.int64), moduli.cumsum(1)[:, :-1]], 1)
+    return HashPlan(np.stack(multipliers), moduli, offsets, lookup, int(lookup[pad_id]))
+
+
+class NgramHash(nn.Module):
+    """Tensor path of a `HashPlan`. Its buffers are part of the model's state: a memory without its integers is noise."""
+
+    lookup: Tensor
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+    pad: Tensor
+
+    def __init__(self, plan: HashPlan):
+        super().__init__()
+        for name in ("lookup", "multipliers", "primes", "offsets"):
+            self.register_buffer(name, torch.from_numpy(getattr(plan, name).copy()))
+        self.register_buffer("pad", torch.tensor(plan.pad))
+
+    @property
+    def plan(self) -> HashPlan:
+        """The same integers for the host path."""
+        arrays = {name: getattr(self, name).cpu().numpy() for name in ("multipliers", "primes", "offsets", "lookup")}
+        return HashPlan(**arrays, pad=int(self.pad))
+
+    def forward(self, compressed: Tensor, window: Window) -> Tensor:
+        """int64 rows `[B, T, layers, (N-1)*heads]` of the window's last T positions; `compressed` is `[B, past + T]`."""
+        orders = self.multipliers.shape[1] - 1
+        moduli = self.primes.unflatten(1, (orders, -1))  # (L, orders, heads)
+        mix = window.back(compressed, 0, self.pad)[..., None] * self.multipliers[:, 0]  # (B, T, L)
+        rows = []
+        for n in range(1, orders + 1):
+            mix = mix ^ (window.back(compressed, n, self.pad)[..., None] * self.multipliers[:, n])
+            rows.append(torch.remainder(mix[..., None], moduli[:, n - 1]))
+        return torch.cat(rows, -1) + self.offsets

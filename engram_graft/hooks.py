@@ -1,0 +1,238 @@
+"""Graft and ungraft: attach a memory to the layers of a frozen Hugging Face model, take it off, switch it off.
+
+The memory of layer i is the child `engram` of that layer and the addresses are the child `engram_hash` of the decoder, so moving,
+copying and saving the model take them along. Hooks are plain functions that find both through the module they are called with:
+after a deepcopy the copy uses its own. They sit on the decoder and its layers, where every wrapper and `generate` pass.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from engram_graft.compress import TokenMap, compress, extend_lookup
+from engram_graft.config import EngramConfig
+from engram_graft.context import Context, build_context, find_cache
+from engram_graft.errors import UserError
+from engram_graft.hashing import HashPlan, NgramHash, plan_hashes
+from engram_graft.layer import Engram
+from engram_graft.locate import Located, dry_run, locate
+from engram_graft.params import adapter_names, base_name, is_memory
+
+_KEYWORD = "engram_context"  # how the decoder's hook hands a call's context to the layers' hooks
+_OFF = object()  # in place of a context: the memory is switched off for this call
+_calls = threading.local()  # contexts of running calls, for decoders that hand no keywords on
+
+
+class Graft(NgramHash):
+    """A grafted model's addresses, and what the graft has to remember of the model: the decoder's child `engram_hash`."""
+
+    def __init__(self, config: EngramConfig, plan: HashPlan, token_map: TokenMap, keywords: bool):
+        super().__init__(plan)
+        self.config, self.token_map, self.keywords = config, token_map, keywords
+        self.enabled = True
+        self.was_trainable: list[str] = []  # parameters of the base that were trainable before
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+
+
+def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramConfig | None = None) -> nn.Module:
+    """Attach a fresh memory to `model`, in place, and freeze the base. Not one bit of any logit changes.
+
+    Any causal language model of transformers will do, bare or with PEFT adapters, which stay trainable.
+
+    Args:
+        model: from `AutoModelForCausalLM.from_pretrained` or `get_peft_model`.
+        tokenizer: the base's; its vocabulary decides the addresses.
+        config: what to attach, `EngramConfig()` by default.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: the model is grafted already, has no such layer, or is no causal language model.
+
+    Source: arXiv 2601.07372; what differs is the frozen base and the zero initialisation.
+    """
+    config = config or EngramConfig()
+    located = locate(model)
+    token_map = compress(tokenizer)
+    lookup = extend_lookup(token_map, located.base.get_input_embeddings().weight.shape[0])
+    pads = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad_id = next(pad for pad in pads if pad is not None)
+    if pad_id >= len(lookup):
+        raise UserError(f"pad_id={pad_id}: the tokenizer and the model know ids 0 to {len(lookup) - 1}")
+    attach(located, config, plan_hashes(config, lookup, token_map.size, pad_id), token_map)
+    return model
+
+
+def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap) -> Graft:
+    """Attach a memory whose integers are known: what `graft` and `load_graft` share."""
+    if hasattr(located.decoder, "engram_hash"):
+        raise UserError("the model is grafted already: ungraft(model) first, or load the base anew")
+    count = len(located.layers)
+    for layer_id in config.layer_ids:
+        if layer_id >= count:
+            raise UserError(f"layer {layer_id} does not exist: this model has layers 0 to {count - 1} (counted from 0)")
+    stream = dry_run(located)
+    if stream.streams != config.hc_mult:
+        raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")
+    ngram_hash = Graft(config, plan, token_map, stream.keywords)
+    adapters = adapter_names(located.base)
+    for name, parameter in located.base.named_parameters():
+        if parameter.requires_grad and name not in adapters:
+            parameter.requires_grad_(False)
+            ngram_hash.was_trainable.append(base_name(name))
+    for index, layer_id in enumerate(config.layer_ids):
+        layer = located.layers[layer_id]
+        device = next(layer.parameters()).device
+        layer.engram = Engram(config, index, plan.table_rows[index], stream.width, device).train(layer.training)
+    located.decoder.engram_hash = ngram_hash.to(located.base.get_input_embeddings().weight.device)
+    hooks: Any = [located.decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)]
+    if not stream.keywords:
+        hooks.append(located.decoder.register_forward_hook(_decoder_post_hook, always_call=True))
+    hooks += [layer.register_forward_pre_hook(_layer_pre_hook, with_kwargs=True) for layer in located.layers]
+    ngram_hash.handles = hooks
+    return ngram_hash
+
+
+def ungraft(model: nn.Module) -> nn.Module:
+    """Take the memory off, in place; the base is as it was, `requires_grad` included. Raises `UserError` if there is none."""
+    located = locate(model)
+    ngram_hash = find_graft(model)
+    for handle in ngram_hash.handles:
+        handle.remove()
+    for layer_id in ngram_hash.config.layer_ids:
+        del located.layers[layer_id].engram
+    del located.decoder.engram_hash
+    for name, parameter in located.base.named_parameters():
+        if base_name(name) in ngram_hash.was_trainable:
+            parameter.requires_grad_(True)
+    return model
+
+
+@contextlib.contextmanager
+def disable_graft(model: nn.Module, lora: bool = False) -> Iterator[nn.Module]:
+    """Run `model` without its memory inside the `with`; with `lora=True` without PEFT adapters too, which is the base itself.
+
+    The switch is the model's, not the thread's, like PEFT's own `disable_adapter`. A cache filled inside cannot be continued outside.
+    """
+    ngram_hash = find_graft(model)
+    before = ngram_hash.enabled
+    ngram_hash.enabled = False
+    try:
+        with disable_lora(model) if lora else contextlib.nullcontext():
+            yield model
+    finally:
+        ngram_hash.enabled = before
+
+
+@contextlib.contextmanager
+def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
+    """Run `model` without its PEFT adapters; which parameters are trainable afterwards is as before."""
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, PeftModel):
+            stack.enter_context(model.disable_adapter())
+        else:  # adapters added by transformers' own add_adapter
+            for module in model.modules():
+                if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
+                    module.enable_adapters(False)
+                    stack.callback(module.enable_adapters, True)
+        yield model
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable[name])
+
+
+def find_graft(model: nn.Module) -> Graft:
+    """The graft that `model` carries. Raises `UserError` if it carries none."""
+    found = getattr(locate(model).decoder, "engram_hash", None)
+    if not isinstance(found, Graft):
+        raise UserError("the model has no memory: graft(model, tokenizer) or load_graft(directory) first")
+    return found
+
+
+def memories(model: nn.Module) -> list[Engram]:
+    """The memories of a grafted model, in the order of its config's `layer_ids`."""
+    layers = locate(model).layers
+    return [layers[layer_id].engram for layer_id in find_graft(model).config.layer_ids]
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What training changes: the memory's parameters and those of the adapters, by name.
+
+    Makes it so as well: `get_peft_model` on a grafted model, or loading, leaves the memory frozen; this thaws it.
+    Raises `UserError` if the model has no memory.
+    """
+    find_graft(model)
+    adapters = adapter_names(model)
+    trainable = {}
+    for name, parameter in model.named_parameters():
+        if is_memory(name):
+            parameter.requires_grad_(True)
+        if is_memory(name) or (name in adapters and parameter.requires_grad):
+            trainable[name] = parameter
+    return trainable
+
+
+def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    ngram_hash = decoder.engram_hash
+    assert isinstance(ngram_hash, Graft)
+    context: object = _OFF
+    kwargs = dict(kwargs)
+    if ngram_hash.enabled:
+        context = build_context(decoder, ngram_hash, args, kwargs)
+    if ngram_hash.keywords:
+        kwargs[_KEYWORD] = context
+    else:
+        _calls.__dict__.setdefault("running", []).append(context)
+    return args, kwargs
+
+
+def _decoder_post_hook(decoder: nn.Module, args: Any, output: Any) -> None:
+    if _calls.__dict__.get("running"):
+        _calls.running.pop()
+
+
+def _layer_pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    kwargs = dict(kwargs)
+    context = kwargs.pop(_KEYWORD, None)  # on every layer: the layer itself must not see it
+    memory = getattr(layer, "engram", None)
+    if memory is None:
+        return args, kwargs
+    if context is None and _calls.__dict__.get("running"):
+        context = _calls.running[-1]
+    if context is _OFF:
+        return args, kwargs
+    if not isinstance(context, Context):
+        raise RuntimeError(
+            f"layer {memory.layer_id} carries a memory but ran outside its decoder, without token ids: call the model, "
+            "or wrap the call in disable_graft(model)"
+        )
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden = hidden + _recall(memory, hidden, context, _layer_cache(args, kwargs))
+    return (hidden, *args[1:]) if args else args, kwargs if args else {**kwargs, "hidden_states": hidden}
+
+
+def _layer_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    """The cache as a layer gets it: a decoder may have made it after its own hook ran."""
+    cache = next((value for value in args[1:] if isinstance(value, Cache)), None)
+    return find_cache(kwargs) if cache is None else cache  # an empty cache is falsy
+
+
+def _recall(memory: Engram, hidden: Tensor, context: Context, cache: Cache | None) -> Tensor:
+    """The memory's addend for `hidden`, with the cache's state read and written."""
+    rows = context.rows[:, :, memory.index].to(hidden.device)
+    if cache is None:
+        return memory(hidden, rows, context.window)[0]
+    state = context.record(cache)
+    addend, normed = memory(hidden, rows, context.window, state.normed.get(memory.index))
+    if normed is not None:
+        state.normed[memory.index] = normed
+    return addend

@@ -1,0 +1,152 @@
+"""The memory of one decoder layer: look up, gate, project, convolve; what comes out is added to the residual stream.
+
+Equations: Engram paper (arXiv 2601.07372) section 2.3 and its demo; per residual stream g:
+`gate_g = sigmoid(sqrt-signed(<rms(key_g e), rms(h_g)> / sqrt(D)))`, `v_g = gate_g * value e`, `y_g = v_g + SiLU(conv(rms(v_g)))`.
+Plain torch: nothing here knows of transformers.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engram_graft.config import EngramConfig
+from engram_graft.table import EngramTable
+from engram_graft.window import Window
+
+GATE_EPS = torch.finfo(torch.float32).eps  # of the key and query norms, in every dtype, as in the demo
+CONV_EPS = 1e-5
+
+
+class Projection(nn.Module):
+    """A linear map that is no `nn.Linear`, so that PEFT's "all-linear" and quantizers leave it alone."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution over the normed values, each residual stream normed on its own.
+
+    Taps are added one by one rather than by `conv1d`: the sum then has one order however the text is cut into calls.
+    """
+
+    def __init__(self, config: EngramConfig, width: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(config.hc_mult, width, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(config.hc_mult * width, 1, config.kernel_size, dtype=dtype, device=device))
+        self.dilation = config.max_ngram_size
+
+    def normed(self, values: Tensor) -> Tensor:
+        """Values `[B, T, G, D]`, normed: what the taps read, and what a cached decode has to remember."""
+        return F.rms_norm(values, values.shape[-1:], eps=CONV_EPS) * self.norm
+
+    def forward(self, normed: Tensor, window: Window) -> Tensor:
+        """`normed` `[B, past + T, G, D]` to `[B, T, G, D]`."""
+        taps = self.weight.squeeze(1).unflatten(0, self.norm.shape)  # (G, D, K), the newest token last
+        kernel = taps.shape[-1]
+        out = window.back(normed, 0, 0.0) * taps[..., -1]
+        for k in range(1, kernel):
+            out = out + window.back(normed, k * self.dilation, 0.0) * taps[..., kernel - 1 - k]
+        return F.silu(out)
+
+
+class Engram(nn.Module):
+    """The memory in front of one decoder layer.
+
+    Args:
+        config: geometry; `layer_ids[index]` is the layer this memory belongs to.
+        index: position of this layer in `config.layer_ids`.
+        table_rows: rows of this layer's table, from `HashPlan.table_rows`.
+        width: D, channels of one residual stream.
+        device: where the parameters are made.
+    """
+
+    def __init__(self, config: EngramConfig, index: int, table_rows: int, width: int, device: torch.device):
+        super().__init__()
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        embed = config.orders * config.n_embed_per_ngram
+        streams = config.hc_mult
+        self.config, self.index, self.layer_id = config, index, config.layer_ids[index]
+        self.table = EngramTable(table_rows, config.head_dim, config.n_head_per_ngram, config.seen_filter, dtype, device)
+        self.key_proj = Projection(embed, streams * width, config.bias, dtype, device)
+        self.value_proj = Projection(embed, width, config.bias, dtype, device)
+        self.key_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
+        self.query_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
+        self.short_conv = ShortConv(config, width, dtype, device) if config.conv else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values, a function of the seed and the layer alone. One factor is zero, so the memory adds exactly 0.
+
+        `zero_init="value"`: value projection and convolution are zero. The convolution has to be too: its input is normed, so
+        after one step a random one would outweigh the value branch many times. `zero_init="table"`: the rows are zero.
+        """
+        generator = torch.Generator().manual_seed(self.config.seed * 10007 + self.layer_id)
+
+        def fill(parameter: Tensor, draw: str, *bounds: float) -> None:
+            value = torch.empty(parameter.shape, dtype=torch.float32)  # float32 on the CPU: equal on every device and dtype
+            parameter.copy_(getattr(value, draw)(*bounds, generator=generator))
+
+        bound = 1 / math.sqrt(self.key_proj.weight.shape[1])
+        fill(self.key_proj.weight, "uniform_", -bound, bound)
+        if self.config.zero_init == "value":
+            nn.init.zeros_(self.value_proj.weight)
+            fill(self.table.weight, "normal_", 0.0, 1.0)
+        else:
+            fill(self.value_proj.weight, "uniform_", -bound, bound)
+            nn.init.zeros_(self.table.weight)
+        if self.short_conv is not None:
+            nn.init.zeros_(self.short_conv.weight)
+
+    def gate(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """How far each stream lets its look-up in: `[B, T, G, 1]` in (0, 1), from `[B, T, E]` and `[B, T, G, D]`."""
+        width = hidden.shape[-1:]
+        keys = self.key_proj(embeddings).unflatten(-1, self.key_norm.shape)
+        keys = F.rms_norm(keys, width, eps=GATE_EPS) * self.key_norm
+        query = F.rms_norm(hidden, width, eps=GATE_EPS) * self.query_norm
+        score = (keys * query).sum(-1, keepdim=True) / math.sqrt(width[0])
+        if self.config.gate == "signed_sqrt":
+            score = score.abs().clamp_min(1e-6).sqrt() * score.sign()
+        return score.sigmoid()
+
+    def forward(self, hidden: Tensor, rows: Tensor, window: Window, past: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What to add to `hidden`.
+
+        Args:
+            hidden: `[B, T, D]` or `[B, T, G, D]`, any float dtype; the memory computes in its own.
+            rows: int64 `[B, T, orders*heads]`.
+            window: the positions of this call.
+            past: normed values `[B, past, G, D]` of the window's earlier columns; None when there are none.
+
+        Returns:
+            The addend, in the shape and dtype of `hidden`, and the normed values `[B, past + T, G, D]` to remember (None without
+            a convolution).
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            streams = hidden.reshape(*hidden.shape[:2], *self.key_norm.shape).to(self.key_norm.dtype)
+            valid = None if window.valid is None else window.back(window.valid, 0, 0)
+            embeddings, known = self.table(rows, valid)
+            values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
+            silent = None  # positions that must add exactly 0: nothing known, or padding
+            if known is not None:
+                silent = ~known.any(-1)
+            if valid is not None:
+                silent = ~valid if silent is None else silent | ~valid
+            if silent is not None:
+                values = values.masked_fill(silent[..., None, None], 0)
+            out, normed = values, None
+            if self.short_conv is not None:
+                normed = self.short_conv.normed(values)
+                normed = normed if past is None else torch.cat([past, normed], 1)
+                out = values + self.short_conv(normed, window)
+            if valid is not None:
+                out = out.masked_fill(~valid[..., None, None], 0)
+            return out.reshape(hidden.shape).to(hidden.dtype), normed

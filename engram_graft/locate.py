@@ -1,0 +1,114 @@
+"""Finding the decoder and its layers in any Hugging Face causal language model, by structure rather than by name."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from engram_graft.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """Args:
+    base: the Hugging Face model under every wrapper.
+    decoder: the module whose forward takes `input_ids` and runs the layers.
+    layers: its decoder layers, in order.
+    """
+
+    base: PreTrainedModel
+    decoder: nn.Module
+    layers: nn.ModuleList
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside torch.compile, DDP / FSDP and PEFT wrappers. Raises `UserError` when there is none."""
+    module: Any = model
+    while not isinstance(module, PreTrainedModel):
+        for inner in ("_orig_mod", "module", "base_model", "model"):
+            if isinstance(getattr(module, inner, None), nn.Module):
+                module = getattr(module, inner)
+                break
+        else:
+            raise UserError(
+                f"{type(model).__name__}: no Hugging Face model inside; pass what AutoModelForCausalLM.from_pretrained returns, "
+                "bare or in PEFT's wrapper"
+            )
+    return module
+
+
+def locate(model: nn.Module) -> Located:
+    """Find the decoder layers. Raises `UserError` when no list of layers, or more than one, fits."""
+    base = unwrap(model)
+    decoder = base.get_decoder()
+    config = getattr(decoder, "config", base.config).get_text_config(decoder=True)
+    unsplittable = set(base._no_split_modules or [])
+    candidates = []
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) >= config.num_hidden_layers:
+            named = type(module[0]).__name__ in unsplittable
+            if named or isinstance(module[0], GradientCheckpointingLayer):
+                candidates.append(((named, "." not in name, len(module) == config.num_hidden_layers), name, module))
+    candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+    if not candidates:
+        raise UserError(f"{type(base).__name__}: no list of {config.num_hidden_layers} decoder layers found in its decoder")
+    if len(candidates) > 1 and candidates[0][0] == candidates[1][0]:
+        raise UserError(f"{type(base).__name__}: several lists look like decoder layers: {[c[1] for c in candidates]}")
+    return Located(base, decoder, candidates[0][2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """What a two-token dry run saw. Args: width: channels of a residual stream; streams: hc_mult; keywords: whether the decoder
+    hands unknown keywords on to its layers."""
+
+    width: int
+    streams: int
+    keywords: bool
+
+
+def dry_run(located: Located) -> Stream:
+    """Run two tokens through the decoder to see its layers at work. Raises `UserError` when they do not run one by one in order."""
+    token = object()
+    seen: list[tuple[int, torch.Size, bool]] = []
+
+    def at_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {**kwargs, "engram_dry_run": token}
+
+    def at_layer(index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            passed = kwargs.pop("engram_dry_run", None) is token
+            hidden = args[0] if args else kwargs["hidden_states"]
+            seen.append((index, hidden.shape, passed))
+            return args, kwargs
+
+        return hook
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=located.base.get_input_embeddings().weight.device)
+
+    def run(keyword: bool) -> None:
+        handles = [located.decoder.register_forward_pre_hook(at_decoder, with_kwargs=True)] if keyword else []
+        handles += [m.register_forward_pre_hook(at_layer(i), with_kwargs=True) for i, m in enumerate(located.layers)]
+        seen.clear()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=_accelerators(located.base)):
+                located.decoder(input_ids=ids, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    try:
+        run(keyword=True)
+    except TypeError:  # a decoder without **kwargs refuses the unknown keyword
+        run(keyword=False)
+    if [index for index, _, _ in seen] != list(range(len(seen))) or not seen:
+        raise UserError(f"{type(located.base).__name__}: its layers ran in the order {[s[0] for s in seen]}, not one by one")
+    shape = seen[0][1]
+    return Stream(shape[-1], 1 if len(shape) == 3 else shape[2], all(passed for _, _, passed in seen))
+
+
+def _accelerators(model: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)

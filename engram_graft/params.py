@@ -1,0 +1,23 @@
+"""Whose parameter is it: the memory's, an adapter's, or the base's. Freezing, saving, counting and fingerprints all ask here."""
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+
+def is_memory(name: str) -> bool:
+    """Whether a parameter or buffer of this name belongs to the memory."""
+    return ".engram." in f".{name}" or ".engram_hash." in f".{name}"
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Names, as `model.named_parameters()` gives them, of the parameters that PEFT added."""
+    prefixes = []
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            prefixes += [f"{name}.{layer}." for layer in module.adapter_layer_names]
+    return {n for n, _ in model.named_parameters() if n.startswith(tuple(prefixes)) or ".modules_to_save." in n}
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter of the base has without PEFT's wrappers around its module."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
