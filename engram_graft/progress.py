@@ -1,0 +1,95 @@
+"""What a run shows and writes while it trains: a progress bar, a line of metrics.jsonl a step, recall every so many steps."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from engram_graft.recipe import TrainOptions
+from engram_graft.scoring import teacher_forced
+
+
+class RecallProbe(TrainerCallback):
+    """Teacher-forced recall on the trained questions every `recall_every` steps and at the end; ends the run at `stop_at_recall`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], options: TrainOptions):
+        self.tokenizer, self.questions, self.options = tokenizer, questions, options
+        self.seconds = 0.0  # spent measuring, not training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.options.recall_every and state.global_step != state.max_steps:
+            return
+        start = time.perf_counter()
+        scores = teacher_forced(model, self.tokenizer, self.questions, self.options.batch_size)
+        state.engram_recall = sum(score.exact for score in scores) / len(scores)
+        self.seconds += time.perf_counter() - start
+        if self.options.stop_at_recall is not None and state.engram_recall >= self.options.stop_at_recall:
+            control.should_training_stop = True
+
+
+class Progress(TrainerCallback):
+    """The progress bar; a context manager, so that it is taken down whatever happens. On no terminal: a line every tenth."""
+
+    def __init__(self, steps: int):
+        self.console = Console(stderr=True)
+        self.every = max(1, steps // 10)
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=steps)
+
+    def __enter__(self) -> "Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.bar.stop()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Show one step's metrics."""
+        recall = f" · recall {line['recall']:.1%}" if "recall" in line else ""
+        text = f"loss {line['loss']:.3f} · rate {line['learning_rate']:.1e} · rows {line['rows_touched']:,}{recall}"
+        self.bar.update(self.task, completed=line["step"], description=text)
+        if not self.console.is_terminal and (line["step"] % self.every == 0 or recall):
+            self.console.print(f"step {line['step']:>5} · {text} · {line['seconds']:.0f} s", highlight=False)
+
+
+class Metrics(TrainerCallback):
+    """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured."""
+
+    def __init__(self, path: Path, progress: Progress):
+        self.path, self.progress = path, progress
+        self.last: dict[str, Any] = {}
+        self.start = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        # from the optimizer's own count: telemetry must not cost what the table does
+        tables = [group for group in optimizer.param_groups if group["table"]]
+        touched = sum(optimizer.state.get(table, {}).get("touched", 0) for group in tables for table in group["params"])
+        multiplier = tables[0]["initial_lr"] / optimizer.param_groups[0]["initial_lr"]
+        line = {
+            "step": state.global_step,
+            "loss": logs["loss"],
+            "learning_rate": logs["learning_rate"],
+            "table_rate": logs["learning_rate"] * multiplier,
+            "grad_norm": logs.get("grad_norm"),
+            "rows_touched": touched,
+            "seconds": round(time.perf_counter() - self.start, 3),
+        }
+        recall = state.__dict__.pop("engram_recall", None)
+        if recall is not None:
+            line["recall"] = recall
+        self.last = {**self.last, **line}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.progress.show(line)

@@ -1,0 +1,47 @@
+"""The arms of every report: the same model with one part taken away, so that an answer can be traced to what gave it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from engram_graft.hooks import disable_graft, disable_lora, find_graft, memories
+from engram_graft.params import adapter_names
+
+Arm = Callable[[nn.Module], AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def shuffled(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Every seen row is read as another seen row of its head: same tables, same gates, same filter, only the addresses wrong."""
+    ngram_hash = find_graft(model)
+    generator = torch.Generator().manual_seed(seed)
+    tables = [memory.table for memory in memories(model)]
+    for table, starts, sizes in zip(tables, ngram_hash.offsets.tolist(), ngram_hash.primes.tolist(), strict=True):
+        redirect = torch.arange(len(table.weight))
+        for start, size in zip(starts, sizes, strict=True):
+            seen = start + table.seen[start : start + size].cpu().nonzero()[:, 0]
+            order = seen[torch.randperm(len(seen), generator=generator)]
+            redirect[order] = order.roll(1)  # one cycle: no row stays where it was
+        table.redirect = redirect.to(table.weight.device)
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.redirect = None
+
+
+ARMS: dict[str, Arm] = {
+    "base": lambda model: disable_graft(model, lora=True),
+    "graft": lambda model: contextlib.nullcontext(),
+    "memory_off": disable_graft,
+    "shuffled": shuffled,
+    "lora_off": disable_lora,
+}
+
+
+def arms_of(model: nn.Module) -> dict[str, Arm]:
+    """The arms that mean something for this model: without adapters there is no `lora_off`."""
+    return {name: arm for name, arm in ARMS.items() if name != "lora_off" or adapter_names(model)}

@@ -1,0 +1,43 @@
+"""Task exact: the model answers freely until it stops, and the whole answer has to be right."""
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from engram_graft.data import Fact
+from engram_graft.scoring import greedy
+
+_STOPS = ("\n", ".", ",")  # lm-evaluation-harness ends a short answer at these; not where the true answer has them itself
+
+
+def normalised(text: str) -> str:
+    """Lower case, without articles, punctuation and spare spaces: the convention of SQuAD's and TriviaQA's exact match."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def free_answers(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact], max_new_tokens: int, batch_size: int
+) -> list[str]:
+    """What the model says to the first prompt of each fact, up to eos or the first stop."""
+    said = greedy(model, tokenizer, [fact.prompts[0] for fact in facts], max_new_tokens, batch_size)
+    answers = []
+    for fact, ids in zip(facts, said, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        for stop in _STOPS:
+            if stop not in fact.answer:
+                text = text.split(stop)[0]
+        answers.append(text.strip())
+    return answers
+
+
+def task_exact(facts: Sequence[Fact], answers: Sequence[str]) -> dict[str, Any]:
+    """The share of answers that equal their fact's answer or an alias after normalisation."""
+    right = sum(
+        normalised(said) in {normalised(form) for form in (fact.answer, *fact.aliases)} for fact, said in zip(facts, answers, strict=True)
+    )
+    return {"exact_match": right / len(facts), "n": len(facts)}
