@@ -1,0 +1,106 @@
+"""What the commands share: how options are spelled, how a model is brought up, how results are printed."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engram_graft.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from engram_graft.recipe import Recipe
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cpu or cuda:0. [default: cuda if there is one, else cpu]")]
+Dtype = Annotated[str | None, typer.Option(help="The base's dtype: float32, bfloat16 or float16. [default: float32]")]
+
+
+def parse_layers(text: str) -> list[int]:
+    """"2,6" as [2, 6]."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--layers {text!r}: give layer numbers counted from 0 with commas between, e.g. 2,6") from None
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help."""
+    return "Examples:\n\n" + "\n\n".join(commands)
+
+
+def quiet() -> None:
+    """Silence the progress bars and warnings of the libraries underneath: what matters is said by us."""
+    import logging
+    import warnings
+
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="peft|torch")
+
+
+def pick_device(device: str | None) -> str:
+    """The device asked for, checked; by default a GPU where there is one."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device!r}: not available here ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
+    """The recipe's base, with fresh LoRA adapters if it asks for them; not yet grafted."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from engram_graft.bases import load_base
+
+    if recipe.base is None:
+        raise UserError("no base model: pass --base, e.g. --base smollm2, or set base in the recipe")
+    model, tokenizer = load_base(recipe.base, recipe.dtype)
+    model.to(pick_device(device))
+    if not recipe.lora.rank:
+        return model, tokenizer
+    torch.manual_seed(recipe.train.seed)
+    options = LoraConfig(
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=recipe.lora.dropout,
+        target_modules=list(recipe.lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, options), tokenizer
+    except ValueError as error:
+        raise UserError(f"lora.target_modules={list(recipe.lora.target_modules)}: {str(error).splitlines()[0]}") from error
+
+
+def open_graft(directory: str, device: str | None, dtype: str | None = None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
+    """A graft or merged directory, loaded."""
+    from engram_graft.checkpoint import load_graft
+
+    model, tokenizer = load_graft(directory, dtype=dtype)
+    return model.to(pick_device(device)), tokenizer
+
+
+def say(text: str = "") -> None:
+    """A line for the reader; on standard error, so that standard output is the result alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(result: dict[str, Any]) -> None:
+    """The result as JSON on standard output."""
+    print(json.dumps(result, indent=1))

@@ -1,0 +1,114 @@
+"""`engram-graft verify`: the promises, checked on the user's own model; one line each."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, open_graft, parse_layers, quiet
+from engram_graft.errors import PromiseError, UserError
+
+HELP_END = examples("engram-graft verify --base smollm2 --layers 2,6", "engram-graft verify runs/demo")
+
+
+def command(
+    directory: Annotated[str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")] = None,
+    base: Annotated[str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")] = None,
+    layers: Annotated[str, typer.Option(help="Layers of the fresh graft, counted from 0.")] = "2,6",
+    lora_rank: Annotated[int, typer.Option(help="Of LoRA beside the fresh graft; 0 for none.")] = 8,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Check a fresh graft for identity (every logit, bit for bit), or a trained one for answering the same however it is run."""
+    if (directory is None) == (base is None):
+        raise UserError("give either a graft directory or --base, e.g. engram-graft verify --base smollm2 --layers 2,6")
+    quiet()
+    if base is not None:
+        report = _fresh(base, layers, lora_rank, dtype, device, quietly=json)
+    else:
+        assert directory is not None
+        report = _trained(directory, dtype, device, quietly=json)
+    if json:
+        emit(report)
+    if not report["ok"]:
+        raise PromiseError("a promise does not hold: see the lines marked FAIL" if not json else "a promise does not hold")
+
+
+def _line(ok: bool, text: str, quietly: bool) -> None:
+    if not quietly:
+        print(f"{'ok  ' if ok else 'FAIL'}  {text}", flush=True)
+
+
+def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
+    import engram_graft as eg
+    from engram_graft.recipe import load_recipe
+
+    overrides = {"base": base, "engram.layer_ids": parse_layers(layers), "lora.rank": lora_rank, "dtype": dtype or "float32"}
+    recipe = load_recipe(None, overrides)
+    model, tokenizer = base_with_lora(recipe, device)
+    eg.graft(model, tokenizer, recipe.engram)
+    report = eg.verify_identity(model, tokenizer)
+    for check in report["checks"]:
+        where = f"{check['check']}, {check['mode']} mode, base in {check['dtype']}"
+        _line(True, f"identity: {where}: {check['logits']:,} logits equal, max difference {check['max_difference']:g}", quietly)
+    for nudge in report["nudges"]:
+        where = f"layer {nudge['layer']}, base in {nudge['dtype']}"
+        _line(True, f"the check can fail: {where}: a nudged zero factor moved a logit by {nudge['max_difference']:.2g}", quietly)
+    for skipped, why in report["skipped"].items():
+        _line(True, f"not checked: base in {skipped}: {why}", quietly)
+    return {"ok": True, "identity": report}
+
+
+def _trained(directory: str, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
+    from engram_graft.verify import verify_decoding
+
+    model, tokenizer = open_graft(directory, device, dtype)
+    report: dict[str, Any] = {"decoding": verify_decoding(model, tokenizer)}
+    ok = report["decoding"].pop("ok")
+    for way, entry in report["decoding"].items():
+        numbers = f"max difference {entry['max_difference']:.2g} (bare base: {entry['base']:.2g})"
+        _line(entry["ok"], f"{way} == full forward: {numbers}", quietly)
+    report["greedy"] = _greedy(model, tokenizer, directory)
+    if report["greedy"] is not None:
+        same = report["greedy"]["same"] == report["greedy"]["n"]
+        ok = ok and same
+        _line(same, f"greedy answers with cache == without: {report['greedy']['same']} of {report['greedy']['n']}", quietly)
+    report["reload"] = _reload(model, directory)
+    _line(report["reload"]["bitwise"], f"saved again == the files: {report['reload']['tensors']} tensors, bit for bit", quietly)
+    return {"ok": bool(ok and report["reload"]["bitwise"]), **report}
+
+
+def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | None:
+    """Answers to the first prompt of each trained fact, decoded with and without the cache; None for a graft trained on text."""
+    from engram_graft.cli.probe import trained_on
+    from engram_graft.data import load_data
+    from engram_graft.scoring import greedy
+
+    if not (Path(directory) / "recipe.yaml").is_file():
+        return None
+    source = trained_on(directory)
+    prompts = [fact.prompts[0] for fact in load_data(source).facts] if Path(source).exists() else []
+    if not prompts:
+        return None
+    cached, plain = (greedy(model, tokenizer, prompts, 12, use_cache=use) for use in (True, False))
+    return {"same": sum(a == b for a, b in zip(cached, plain, strict=True)), "n": len(prompts)}
+
+
+def _reload(model: Any, directory: str) -> dict[str, Any]:
+    import torch
+
+    from engram_graft.checkpoint import ADAPTER_FILE, memory_tensors, read_config, read_tensors, save_graft
+
+    described = read_config(Path(directory))
+    own = memory_tensors(model)
+    stored = [read_tensors(Path(directory), [name for name in described["files"] if name != ADAPTER_FILE])]
+    if not described["merged"]:
+        with tempfile.TemporaryDirectory() as scratch:
+            save_graft(model, scratch)
+            stored.append(read_tensors(Path(scratch), [name for name in described["files"] if name != ADAPTER_FILE]))
+    equal = all(
+        tensors.keys() == own.keys() and all(torch.equal(tensor, own[name].cpu()) for name, tensor in tensors.items()) for tensors in stored
+    )
+    return {"bitwise": equal, "tensors": len(own)}
