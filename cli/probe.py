@@ -26,8 +26,7 @@ def command(
     from engram_graft.recipe import ProbeOptions
 
     quiet()
-    source = data or trained_on(directory)
-    facts = load_data(source)
+    facts = load_data(data) if data else trained_on(directory)
     model, tokenizer = open_graft(directory, device, dtype)
     report = probe_into(model, tokenizer, facts, ProbeOptions(batch_size=batch_size), Path(output or directory), {})
     if json:
@@ -36,14 +35,15 @@ def command(
         show(report, show_examples)
 
 
-def trained_on(directory: str) -> str:
-    """The data that a graft's recipe names."""
+def trained_on(directory: str) -> Any:
+    """The data that a graft's recipe names, split into trained and held-out prompts as it was in training."""
+    from engram_graft.data import load_data
     from engram_graft.recipe import load_recipe
 
     path = Path(directory) / "recipe.yaml"
-    if not path.is_file() or (source := load_recipe(path).data) is None:
+    if not path.is_file() or (recipe := load_recipe(path)).data is None:
         raise UserError(f"{directory}: no recipe.yaml that names its data; pass --data")
-    return source
+    return load_data(recipe.data).with_forms(recipe.train.forms)
 
 
 def probe_into(model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def show(report: dict[str, Any], examples: int) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(title="What each arm knows", title_justify="left")
+    table = Table()
     facts = "recall" in report["arms"]["base"]
-    columns = ("arm", "recall", "paraphrases", "free answer", "answer CE") if facts else ("arm", "loss on the text")
-    for column in (*columns, "KL to base", "unchanged"):
+    columns = ("arm", "recall", "paraphrase", "free", "answer CE") if facts else ("arm", "loss on the text")
+    for column in (*columns, "KL", "unchanged"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, scores in report["arms"].items():
         recall, paraphrase, task = scores.get("recall"), scores.get("paraphrase"), scores.get("task_exact")
@@ -99,8 +99,10 @@ def show(report: dict[str, Any], examples: int) -> None:
         table.add_row(*cells)
     console.print(table)
     if facts:
+        say("          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right")
+        say("          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical")
         counts = {part: report["arms"]["base"][part]["n"] for part in ("recall", "paraphrase", "task_exact") if part in report["arms"]["base"]}
-        say(f"          n: {counts}; the base knew {report['known']} of the trained prompts before; KL and unchanged: neutral text")
+        say(f"          n: {counts}; the base knew {report['known']} of the trained prompts before")
     chosen = sorted(report.get("examples", []), key=lambda e: e["graft"] != e["answer"])[:: max(1, len(report.get("examples", [])) // 3)]
     for example in chosen[:examples]:
         console.print(f"\n[bold]{example['prompt']}[/bold]\n  base:  {example['base']!r}\n  graft: {example['graft']!r}", highlight=False)

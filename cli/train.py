@@ -71,9 +71,9 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
     from engram_graft.output import new_directory
 
     quiet()
-    data = load_data(recipe.data) if recipe.data else None
-    if data is None:
+    if recipe.data is None:
         raise UserError("no training data: pass --data, a file of facts or text, or set data in the recipe")
+    data = load_data(recipe.data).with_forms(recipe.train.forms)
     with new_directory(recipe.output) as output:
         import engram_graft as eg
         from engram_graft.export import export_merged

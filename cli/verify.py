@@ -83,13 +83,11 @@ def _trained(directory: str, dtype: str | None, device: str | None, quietly: boo
 def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | None:
     """Answers to the first prompt of each trained fact, decoded with and without the cache; None for a graft trained on text."""
     from engram_graft.cli.probe import trained_on
-    from engram_graft.data import load_data
     from engram_graft.scoring import greedy
 
     if not (Path(directory) / "recipe.yaml").is_file():
         return None
-    source = trained_on(directory)
-    prompts = [fact.prompts[0] for fact in load_data(source).facts] if Path(source).exists() else []
+    prompts = [fact.prompts[0] for fact in trained_on(directory).facts]
     if not prompts:
         return None
     cached, plain = (greedy(model, tokenizer, prompts, 12, use_cache=use) for use in (True, False))

@@ -30,6 +30,8 @@ class EngramConfig:
         bias: give both projections a bias. Off by default: a trainable value bias can learn without any look-up.
         conv: keep the short convolution.
         zero_init: which factor starts at zero so that a fresh graft adds exactly 0: "value" (value projection) or "table".
+        whole_ngrams: only n-grams that lie wholly inside the text add anything; false is the paper's way, which also learns "pad pad
+            The". A text's first position is where attention parks: to move it moves every later logit, and every text that begins so.
         seen_filter: at inference an n-gram contributes only if training looked it up. Always off while training.
         dtype: dtype of the memory's parameters and arithmetic; the result is cast to the base's.
         seed: of multipliers and initial values.
@@ -47,6 +49,7 @@ class EngramConfig:
     bias: bool = False
     conv: bool = True
     zero_init: str = "value"
+    whole_ngrams: bool = True
     seen_filter: bool = True
     dtype: str = "float32"
     seed: int = 0
@@ -60,7 +63,7 @@ class EngramConfig:
                 raise UserError(f"{name}={getattr(self, name)!r}: must be a whole number")
         if self.pad_id is not None and (not _is_int(self.pad_id) or self.pad_id < 0):
             raise UserError(f"pad_id={self.pad_id!r}: must be a token id (0 or more), or null for the tokenizer's own")
-        for name in ("bias", "conv", "seen_filter"):
+        for name in ("bias", "conv", "whole_ngrams", "seen_filter"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be true or false")
         for name, allowed in (("gate", GATES), ("zero_init", ZERO_INITS), ("dtype", DTYPES)):

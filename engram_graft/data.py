@@ -42,6 +42,15 @@ class Data:
     facts: tuple[Fact, ...] = ()
     texts: tuple[str, ...] = ()
 
+    def with_forms(self, forms: int | None) -> "Data":
+        """The same data with the first `forms` prompts of each fact to train; its other prompts become held-out paraphrases."""
+        if forms is None:
+            return self
+        facts = (
+            dataclasses.replace(f, prompts=f.prompts[:forms], paraphrases=(*f.prompts[forms:], *f.paraphrases)) for f in self.facts
+        )
+        return dataclasses.replace(self, facts=tuple(facts))
+
 
 def load_data(source: str) -> Data:
     """Read facts or text from a JSONL, JSON, CSV or parquet file, a text file or folder, or a Hugging Face dataset id.

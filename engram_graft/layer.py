@@ -132,16 +132,14 @@ class Engram(nn.Module):
         """
         with torch.autocast(hidden.device.type, enabled=False):
             streams = hidden.reshape(*hidden.shape[:2], *self.key_norm.shape).to(self.key_norm.dtype)
-            valid = None if window.valid is None else window.back(window.valid, 0, 0)
-            embeddings, known = self.table(rows, valid)
-            values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
-            silent = None  # positions that must add exactly 0: nothing known, or padding
-            if known is not None:
-                silent = ~known.any(-1)
+            valid = None if window.valid is None else window.back(window.valid, 0, False)
+            allowed = window.whole(self.config.orders, hidden.device) if self.config.whole_ngrams else None
             if valid is not None:
-                silent = ~valid if silent is None else silent | ~valid
-            if silent is not None:
-                values = values.masked_fill(silent[..., None, None], 0)
+                allowed = valid[..., None].expand(-1, -1, self.config.orders) if allowed is None else allowed & valid[..., None]
+            embeddings, active = self.table(rows, allowed)
+            values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
+            if active is not None:  # a bias must not speak where no n-gram does
+                values = values.masked_fill(~active.any(-1)[..., None, None], 0)
             out, normed = values, None
             if self.short_conv is not None:
                 normed = self.short_conv.normed(values)

@@ -27,6 +27,7 @@ class LoraOptions:
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
     """Args:
+    forms: prompts of each fact that are trained, the others are probed as paraphrases; null trains all.
     max_steps: optimizer steps at most.
     batch_size: examples (prompts, or blocks of text) a step, per device.
     gradient_accumulation_steps: batches a step.
@@ -43,6 +44,7 @@ class TrainOptions:
     trainer: further TrainingArguments by name, e.g. {bf16: true, report_to: [tensorboard]}.
     """
 
+    forms: int | None = None
     max_steps: int = 100
     batch_size: int = 32
     gradient_accumulation_steps: int = 1
@@ -113,6 +115,8 @@ class Recipe:
         for name, value in (("lora.rank", lora.rank), ("train.recall_every", train.recall_every), ("train.save_steps", train.save_steps)):
             if value < 0:
                 raise UserError(f"{name}={value}: must be 0 or more")
+        if train.forms is not None and train.forms < 1:
+            raise UserError(f"train.forms={train.forms}: must be 1 or more, or null for all prompts")
         if train.stop_at_recall is not None and not (0 < train.stop_at_recall <= 1 and train.recall_every):
             raise UserError(f"train.stop_at_recall={train.stop_at_recall}: must be in (0, 1], with train.recall_every above 0")
 

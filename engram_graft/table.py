@@ -33,23 +33,28 @@ class EngramTable(nn.Module):
         """Whether this call is part of training: a module in train mode that only generates (no gradients) is not."""
         return self.training and torch.is_grad_enabled()
 
-    def forward(self, rows: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Look up `rows` `[B, T, orders*heads]`; `valid` `[B, T]` is False at padding, whose rows are never marked as seen.
+    def forward(self, rows: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Look up `rows` `[B, T, orders*heads]`.
+
+        Args:
+            allowed: bool `[B or 1, T, orders]`, the n-grams that may be looked up and learned at all; None: every one.
 
         Returns:
-            The embeddings `[B, T, orders*heads*head_dim]`, order-major, and which n-grams may contribute, bool `[B, T, orders]`
-            (None: all of them).
+            The embeddings `[B, T, orders*heads*head_dim]`, order-major, exact zeros where an n-gram does not contribute, and which
+            ones contribute, bool `[B, T, orders]` (None: every one).
         """
-        known = None
+        active = allowed
         if self.learning:
-            self.seen[rows if valid is None else rows[valid]] = True
+            self.seen[rows if allowed is None else rows[self._of_heads(allowed).expand_as(rows)]] = True
         elif self.seen_filter:
-            known = self.known(rows)
+            active = self.known(rows) if allowed is None else self.known(rows) & allowed
         embeddings = F.embedding(rows if self.redirect is None else self.redirect[rows], self.weight, sparse=True)
-        if known is not None:
-            of_head = known.repeat_interleave(self.n_head, -1)  # (B, T, orders*heads)
-            embeddings = embeddings.masked_fill(~of_head[..., None], 0)
-        return embeddings.flatten(-2), known
+        if active is not None:
+            embeddings = embeddings.masked_fill(~self._of_heads(active)[..., None], 0)
+        return embeddings.flatten(-2), active
+
+    def _of_heads(self, ngrams: Tensor) -> Tensor:
+        return ngrams.repeat_interleave(self.n_head, -1)
 
     def known(self, rows: Tensor) -> Tensor:
         """bool `[B, T, orders]`: the n-grams whose rows `[B, T, orders*heads]` were all looked up in training."""

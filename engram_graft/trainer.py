@@ -125,6 +125,7 @@ def train(
         if recipe.data is None:
             raise UserError("no training data: set data to a file of facts or text (--data)")
         data = load_data(recipe.data)
+    data = data.with_forms(options.forms)
     if data.facts:
         examples = encode_facts([fact for fact in data.facts if fact.split == "train"], tokenizer, options.max_length)
     else:

@@ -46,6 +46,18 @@ class Window:
         columns = columns.reshape(*columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
         return torch.cat([x, outside], 1).gather(1, columns)
 
+    def whole(self, orders: int, device: torch.device) -> Tensor | None:
+        """bool `[B or 1, T, orders]`: n-grams of order 2, 3, ... that begin inside the document; None when all of them do."""
+        if self.valid is None and self.segment is None:
+            if self.past >= orders:
+                return None
+            reach = torch.arange(self.past, self.past + self.length, device=device)
+            return (reach[:, None] >= torch.arange(1, orders + 1, device=device))[None]
+        known = self.valid if self.valid is not None else self.segment
+        assert known is not None
+        ones = torch.ones_like(known, dtype=torch.bool)
+        return torch.stack([self.back(ones, n, False) for n in range(1, orders + 1)], -1).to(device)
+
     def _columns_back(self, distance: int, shape: torch.Size, device: torch.device) -> Tensor:
         if distance in self._columns:
             return self._columns[distance].to(device)

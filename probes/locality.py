@@ -29,9 +29,12 @@ def neutral_text() -> str:
 def hits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """bool `[B, T]`: positions where some memory knows an n-gram of the unpadded texts `input_ids`."""
     ngram_hash = find_graft(model)
-    rows = ngram_hash(ngram_hash.lookup[input_ids], Window(0, input_ids.shape[1]))
-    known = [memory.table.known(rows[:, :, memory.index].to(memory.table.seen.device)) for memory in memories(model)]
-    return torch.stack([of_layer.any(-1).to(input_ids.device) for of_layer in known]).any(0)
+    window = Window(0, input_ids.shape[1])
+    rows = ngram_hash(ngram_hash.lookup[input_ids], window)
+    known = torch.stack([m.table.known(rows[:, :, m.index].to(m.table.seen.device)).to(input_ids.device) for m in memories(model)])
+    if ngram_hash.config.whole_ngrams and (whole := window.whole(ngram_hash.config.orders, input_ids.device)) is not None:
+        known = known & whole
+    return known.any(-1).any(0)  # over orders, over layers
 
 
 def locality(

@@ -1,0 +1,152 @@
+"""The same memory however it is run: cache or none, chunks, padding, packing, beams. Every memory parameter is random here."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import engram_graft as eg
+from engram_graft.cache import find_state
+from engram_graft.errors import UserError
+
+ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "falcon"]
+Make = Callable[..., nn.Module]
+
+
+@torch.no_grad()
+def full(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+@torch.no_grad()
+def in_chunks(model: nn.Module, ids: Tensor, size: int, cache: DynamicCache | None = None) -> Tensor:
+    cache = DynamicCache() if cache is None else cache
+    parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in ids.split(size, 1)]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("size", [1, 4, 23])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_case_4_token_by_token_and_chunks_equal_the_full_forward(architecture: str, size: int, grafted: Make, ids: Tensor) -> None:
+    model = grafted(architecture)
+    assert (in_chunks(model, ids, size) - full(model, ids)).abs().max() <= 1e-5
+
+
+def test_case_4_control_a_forgotten_tail_is_noticed(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    cache = DynamicCache()
+    first = in_chunks(model, ids[:, :12], 12, cache)
+    state = find_state(cache)
+    assert state is not None
+    state.normed = {layer: torch.zeros_like(values) for layer, values in state.normed.items()}
+    second = in_chunks(model, ids[:, 12:], 12, cache)
+    assert (torch.cat([first, second], 1) - full(model, ids)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generate_with_cache_equals_without(architecture: str, mode: dict[str, int], grafted: Make, ids: Tensor) -> None:
+    model = grafted(architecture)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **mode}
+    with_cache = model.generate(input_ids=ids, use_cache=True, **settings)
+    assert torch.equal(with_cache, model.generate(input_ids=ids, use_cache=False, **settings))
+    with eg.disable_graft(model):
+        assert not torch.equal(with_cache, model.generate(input_ids=ids, **settings)), "control: the memory changes what is said"
+
+
+@pytest.mark.parametrize("fill", [0, 1, 7])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_case_8_a_left_padded_row_equals_the_row_alone(architecture: str, fill: int, grafted: Make, ids: Tensor) -> None:
+    model = grafted(architecture)
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[1, :9], mask[1, :9] = fill, 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    batch = full(model, padded, attention_mask=mask, position_ids=positions)
+    assert (batch[:1] - full(model, ids[:1])).abs().max() <= 1e-5
+    assert (batch[1:, 9:] - full(model, ids[1:, 9:])).abs().max() <= 1e-5
+
+
+def test_case_8_a_left_padded_batch_decodes_as_the_rows_alone(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[1, :9], mask[1, :9] = 5, 0
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    batch = model.generate(input_ids=padded, attention_mask=mask, **settings)[:, 24:]
+    alone = [model.generate(input_ids=row, **settings)[0, -12:] for row in (ids[:1], ids[1:, 9:])]
+    assert torch.equal(batch, torch.stack(alone))
+
+
+def test_right_padding_changes_nothing(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    padded = torch.cat([ids, torch.zeros_like(ids[:, :5])], 1)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids[:, :5])], 1)
+    assert (full(model, padded, attention_mask=mask)[:, :24] - full(model, ids)).abs().max() <= 1e-5
+
+
+def test_packed_documents_equal_the_documents_apart(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    packed = torch.cat([ids[:1, :13], ids[1:, :11]], 1)
+    positions = torch.cat([torch.arange(13), torch.arange(11)])[None]
+    together = full(model, packed, position_ids=positions)
+    apart = torch.cat([full(model, ids[:1, :13]), full(model, ids[1:, :11])], 1)
+    assert (together - apart).abs().max() <= 1e-5
+    assert (full(model, packed) - apart).abs().max() > 1e-3, "control: without positions they are one document"
+
+
+def test_crop_rewinds_the_memory(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    cache = DynamicCache()
+    in_chunks(model, ids, 24, cache)
+    cache.crop(-10)
+    again = in_chunks(model, ids[:, 14:], 10, cache)
+    assert (again - full(model, ids)[:, 14:]).abs().max() <= 1e-5
+
+
+def test_two_interleaved_streams_equal_the_two_alone(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    caches = [DynamicCache(), DynamicCache()]
+    parts: list[list[Tensor]] = [[], []]
+    for at in range(0, 24, 3):
+        for row in (0, 1):
+            parts[row].append(in_chunks(model, ids[row : row + 1, at : at + 3], 3, caches[row]))
+    assert (torch.cat([torch.cat(part, 1) for part in parts]) - full(model, ids)).abs().max() <= 1e-5
+
+
+def test_a_copied_prefix_cache_can_be_continued_twice(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    cache = DynamicCache()
+    in_chunks(model, ids[:, :16], 16, cache)
+    for tail in (ids[:, 16:], ids[:, 16:].flip(1)):
+        continued = in_chunks(model, tail, 3, copy.deepcopy(cache))
+        assert (continued - full(model, torch.cat([ids[:, :16], tail], 1))[:, 16:]).abs().max() <= 1e-5
+
+
+def test_a_cache_the_memory_has_not_followed_is_refused(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    cache = DynamicCache()
+    with eg.disable_graft(model):
+        in_chunks(model, ids[:, :8], 8, cache)
+    with pytest.raises(UserError, match="holds 8 tokens and the memory has followed 0"):
+        in_chunks(model, ids[:, 8:], 8, cache)
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("memory", ["float32", "bfloat16"])
+def test_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(base: str, memory: str, grafted: Make, ids: Tensor) -> None:
+    model = grafted(base={"dtype": getattr(torch, base)}, dtype=memory)
+    logits = full(model.to(getattr(torch, base)) if memory == base else model, ids)
+    assert logits.dtype == getattr(torch, base) and logits.isfinite().all()
+
+
+def test_decoding_in_train_mode_equals_eval_mode(grafted: Make, ids: Tensor) -> None:
+    model = grafted(seen_filter=True)
+    for layer in (1, 2):
+        model.model.layers[layer].engram.table.seen.fill_(True)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(input_ids=ids, **settings)
+    model.train()
+    assert torch.equal(model.generate(input_ids=ids, **settings), expected)
