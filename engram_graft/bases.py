@@ -38,7 +38,7 @@ ALIASES = {
     "qwen3": Alias("Qwen/Qwen3-0.6B"),
 }
 _SAMPLED_TENSORS, _SAMPLES = 48, 8
-_TOLERANCE = 0.003  # above the rounding of any float dtype (bfloat16: 0.002), below what training or quantization changes
+_TOLERANCE = 0.005  # above the rounding of any float dtype (bfloat16: 0.0039), below what training or quantization changes
 
 
 def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,7 +29,10 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside torch.compile, DDP / FSDP and PEFT wrappers. Raises `UserError` when there is none."""
     module: Any = model
     while not isinstance(module, PreTrainedModel):
-        for inner in ("_orig_mod", "module", "base_model", "model"):
+        if isinstance(module, PeftModel):
+            module = module.get_base_model()
+            continue
+        for inner in ("_orig_mod", "module", "model"):  # torch.compile, DDP and FSDP, a bare tuner
             if isinstance(getattr(module, inner, None), nn.Module):
                 module = getattr(module, inner)
                 break

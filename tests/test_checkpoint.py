@@ -1,0 +1,227 @@
+"""Saving and loading: everything comes back bit for bit, and whatever does not belong together is refused by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_ENGRAM, randomize, tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+import engram_graft as eg
+from engram_graft.bases import check_base, fingerprint
+from engram_graft.checkpoint import CONFIG_FILE, TENSOR_FILE, file_hash, memory_tensors
+from engram_graft.errors import UserError
+from engram_graft.hooks import find_graft, memories
+from engram_graft.params import is_memory
+
+
+@pytest.fixture
+def base_dir(tmp_path: Path, tokenizer: Any) -> Path:
+    """A tiny base on disk, with its tokenizer."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def saved(base_dir: Path, tmp_path: Path, tokenizer: Any) -> Path:
+    """A graft directory, with LoRA, on `base_dir`."""
+    from engram_graft.bases import load_base
+
+    model: Any = get_peft_model(load_base(str(base_dir))[0], LoraConfig(r=2, target_modules=["q_proj"]))
+    eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
+    randomize(model)
+    for memory in memories(model):
+        memory.table.seen[::2] = True
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, 0.1)
+    eg.save_graft(model, tmp_path / "graft")
+    return tmp_path / "graft"
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensor file and make its hash fit again: what a converter with a fault would write."""
+    tensors = load_file(directory / TENSOR_FILE)
+    change(tensors)
+    save_file(tensors, directory / TENSOR_FILE)
+    described = json.loads((directory / CONFIG_FILE).read_text())
+    described["files"][TENSOR_FILE] = file_hash(directory / TENSOR_FILE)
+    (directory / CONFIG_FILE).write_text(json.dumps(described))
+
+
+def test_a_graft_comes_back_bit_for_bit(base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor) -> None:
+    model = grafted(seen_filter=True)
+    memories(model)[0].table.seen[5:40] = True
+    eg.save_graft(model, tmp_path / "graft")
+    loaded, _ = eg.load_graft(tmp_path / "graft", base=str(base_dir))
+    own, other = memory_tensors(model), memory_tensors(loaded)
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+    assert not loaded.training
+
+
+def test_a_graft_with_lora_comes_back_by_its_recorded_base(saved: Path, ids: torch.Tensor) -> None:
+    one, tokenizer = eg.load_graft(saved)
+    two, _ = eg.load_graft(saved)
+    assert isinstance(one, PeftModel) and len(tokenizer) == len(find_graft(one).token_map.lookup)
+    with torch.no_grad():
+        assert torch.equal(one(ids).logits, two(ids).logits)
+        with eg.disable_graft(one):
+            lora = one(ids).logits
+        with eg.disable_graft(one, lora=True):
+            bare = one(ids).logits
+    assert not torch.equal(one(ids).logits, lora) and not torch.equal(lora, bare)
+    assert torch.equal(bare, tiny_model()(ids).logits)
+
+
+def test_the_graft_directory_holds_exactly_these_files(saved: Path) -> None:
+    expected = {CONFIG_FILE, TENSOR_FILE, "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in saved.iterdir()} == expected
+
+
+def test_case_23_the_constants_of_the_addresses_are_in_the_file_and_used(saved: Path, ids: torch.Tensor, monkeypatch: Any) -> None:
+    names = set(load_file(saved / TENSOR_FILE))
+    assert {"hash.lookup", "hash.multipliers", "hash.primes", "hash.offsets", "hash.pad"} <= names
+    expected, _ = eg.load_graft(saved)
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(np.random, "default_rng", never)
+    loaded, _ = eg.load_graft(saved)
+    assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_case_19_loading_leaves_base_and_memory_frozen_unless_asked(saved: Path) -> None:
+    frozen, _ = eg.load_graft(saved)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    thawed, _ = eg.load_graft(saved, trainable=True)
+    trainable = {n for n, p in thawed.named_parameters() if p.requires_grad}
+    assert trainable == {n for n, _ in thawed.named_parameters() if is_memory(n) or "lora_" in n}
+    assert trainable == set(eg.trainable_parameters(thawed))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("layers.2.value_proj.weight"), "missing layers.2.value_proj.weight"),
+        (lambda t: t.update(stray=torch.zeros(1)), "unexpected stray"),
+        (lambda t: t.update({"layers.1.key_norm": torch.ones(1, 31)}), r"layers.1.key_norm is torch.float32 \[1, 31\]"),
+        (lambda t: t.update({"layers.1.key_norm": t["layers.1.key_norm"].half()}), "layers.1.key_norm is torch.float16"),
+        (lambda t: t.update({"layers.1.table.weight": t["layers.1.table.weight"][1:].clone()}), "its primes add up to"),
+        (lambda t: t.pop("hash.primes"), "lacks hash.primes"),
+        (lambda t: t.update({"hash.multipliers": t["hash.multipliers"][:, :1].clone()}), "hash.multipliers has shape"),
+    ],
+)
+def test_case_20_loading_is_strict_and_names_the_key(change: Any, says: str, saved: Path) -> None:
+    rewrite(saved, change)
+    with pytest.raises(UserError, match=says):
+        eg.load_graft(saved)
+
+
+@pytest.mark.parametrize("name", [TENSOR_FILE, "adapter_model.safetensors"])
+def test_case_20_a_flipped_byte_or_a_truncated_file_is_refused(name: str, saved: Path) -> None:
+    path = saved / name
+    whole = path.read_bytes()
+    for broken in (whole[:-1], whole[: len(whole) // 2], whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], b""):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match="corrupt"):
+            eg.load_graft(saved)
+    path.unlink()
+    with pytest.raises(UserError, match="missing"):
+        eg.load_graft(saved)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', '{"format": 99}', "null"])
+def test_case_20_a_broken_config_is_refused(text: str, saved: Path) -> None:
+    (saved / CONFIG_FILE).write_text(text)
+    with pytest.raises(UserError, match=CONFIG_FILE):
+        eg.load_graft(saved)
+
+
+def test_no_path_in_the_config_leaves_the_directory(saved: Path) -> None:
+    described = json.loads((saved / CONFIG_FILE).read_text())
+    described["files"]["../outside.safetensors"] = "0" * 64
+    (saved / CONFIG_FILE).write_text(json.dumps(described))
+    with pytest.raises(UserError, match="leaves the directory"):
+        eg.load_graft(saved)
+
+
+def test_a_directory_without_a_graft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no graft here"):
+        eg.load_graft(tmp_path)
+
+
+def test_case_21_another_tokenizer_is_refused_though_its_size_is_the_same(saved: Path, tokenizer: Any) -> None:
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = vocabulary["model"]["vocab"]
+    one, other = (next(w for w in words if w.isalpha() and w.startswith(letter) and len(w) > 1) for letter in "st")
+    words[one], words[other] = words[other], words[one]
+    from tokenizers import Tokenizer
+
+    swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)), pad_token="<pad>", eos_token="<eos>")
+    assert len(swapped) == len(tokenizer)
+    with pytest.raises(UserError, match="wrong tokenizer"):
+        eg.load_graft(saved, tokenizer=swapped)
+
+
+def test_case_21_a_tokenizer_with_one_more_added_token_is_refused(saved: Path, base_dir: Path) -> None:
+    from engram_graft.bases import load_tokenizer
+
+    more = load_tokenizer(str(base_dir))
+    more.add_tokens(["<|more|>"])
+    with pytest.raises(UserError, match="wrong tokenizer"):
+        eg.load_graft(saved, tokenizer=more)
+
+
+def test_case_21_another_base_is_refused_whether_shape_or_weights_differ(saved: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="wrong base: .* differs"):
+        eg.load_graft(saved, base=tiny_model(seed=1), tokenizer=tokenizer)
+    with pytest.raises(UserError, match="num_hidden_layers is 5"):
+        eg.load_graft(saved, base=tiny_model(num_hidden_layers=5), tokenizer=tokenizer)
+    with pytest.raises(UserError, match="model_type is 'qwen3'"):
+        eg.load_graft(saved, base=tiny_model("qwen3"), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_case_21_the_same_base_in_another_dtype_is_the_same_base(dtype: torch.dtype) -> None:
+    expected = fingerprint(tiny_model())
+    check_base(tiny_model().to(dtype), expected)
+    nudged = tiny_model()
+    with torch.no_grad():
+        for parameter in nudged.parameters():
+            parameter.mul_(1.02)
+    with pytest.raises(UserError, match="differs"):
+        check_base(nudged, expected)
+
+
+def test_the_fingerprint_leaves_lora_and_memory_out(saved: Path) -> None:
+    loaded, _ = eg.load_graft(saved)
+    assert fingerprint(loaded) == fingerprint(tiny_model())
+
+
+def test_a_failed_save_leaves_the_old_graft_whole(saved: Path, grafted: Any, monkeypatch: Any) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("engram_graft.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        eg.save_graft(grafted(), saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+def test_a_moved_graft_still_loads(saved: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    shutil.move(saved, tmp_path / "elsewhere")
+    assert eg.load_graft(tmp_path / "elsewhere")[0](ids).logits.isfinite().all()
