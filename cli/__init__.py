@@ -3,8 +3,8 @@
 import sys
 
 import typer
-
 from engram_graft.cli import export, generate, inspect, probe, train, verify
+
 from engram_graft.errors import PromiseError, UserError
 
 app = typer.Typer(

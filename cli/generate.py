@@ -3,11 +3,14 @@
 from typing import Annotated
 
 import typer
-
 from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
+
 from engram_graft.errors import UserError
 
-HELP_END = examples('engram-graft generate runs/demo --prompt "The capital of Velmora is"', 'engram-graft generate runs/demo --prompt "…" --json')
+HELP_END = examples(
+    'engram-graft generate runs/demo --prompt "The capital of Velmora is"',
+    'engram-graft generate runs/demo --prompt "…" --json',
+)
 
 
 def command(
@@ -30,7 +33,9 @@ def command(
     model, tokenizer = open_graft(directory, device, dtype)
 
     def answers() -> list[str]:
-        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)]
+        return [
+            tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)
+        ]
 
     grafted = answers()
     with disable_graft(model, lora=True):

@@ -4,24 +4,34 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from engram_graft.cli.common import Json, emit, examples, parse_layers, quiet
+
 from engram_graft.errors import UserError
 
-HELP_END = examples("engram-graft inspect smollm2 --layers 2,6", "engram-graft inspect smollm2 --set n_head_per_ngram=4", "engram-graft inspect runs/demo")
+HELP_END = examples(
+    "engram-graft inspect smollm2 --layers 2,6",
+    "engram-graft inspect smollm2 --set n_head_per_ngram=4",
+    "engram-graft inspect runs/demo",
+)
 
 
 def command(
     source: Annotated[str, typer.Argument(help="A graft directory, or a base (hub id, directory, .gguf file, alias).")],
     layers: Annotated[str, typer.Option(help="For a base: layers, counted from 0.")] = "2,6",
-    setting: Annotated[list[str] | None, typer.Option("--set", help="For a base: any memory option, e.g. n_head_per_ngram=4.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="For a base: any memory option, e.g. n_head_per_ngram=4.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Geometry, vocabulary before and after compression, parameters and bytes; for a trained graft row coverage and collisions."""
     quiet()
     from engram_graft.checkpoint import CONFIG_FILE
 
-    report = _graft(Path(source)) if (Path(source) / CONFIG_FILE).is_file() else _base(source, parse_layers(layers), setting or [])
+    report = (
+        _graft(Path(source))
+        if (Path(source) / CONFIG_FILE).is_file()
+        else _base(source, parse_layers(layers), setting or [])
+    )
     if json:
         emit(report)
         return
@@ -39,7 +49,12 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
     for column in layers[0]:
         table.add_column(column.replace("_", " "), justify="right")
     for layer in layers:
-        table.add_row(*(f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v) for v in layer.values()))
+        table.add_row(
+            *(
+                f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v)
+                for v in layer.values()
+            )
+        )
     Console().print(table)
 
 
@@ -53,7 +68,9 @@ def _base(name: str, layers: list[int], settings: list[str]) -> dict[str, Any]:
     config = EngramConfig.from_dict({"layer_ids": layers, **dict(parse_setting(text) for text in settings)})
     base = load_config(name).get_text_config(decoder=True)
     if max(config.layer_ids) >= base.num_hidden_layers:
-        raise UserError(f"layer {max(config.layer_ids)} does not exist: {name} has layers 0 to {base.num_hidden_layers - 1} (counted from 0)")
+        raise UserError(
+            f"layer {max(config.layer_ids)} does not exist: {name} has layers 0 to {base.num_hidden_layers - 1} (counted from 0)"
+        )
     token_map = compress(load_tokenizer(name))
     plan = plan_hashes(config, extend_lookup(token_map, base.vocab_size), token_map.size, 0)
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[config.dtype]
@@ -101,7 +118,12 @@ def _graft(directory: Path) -> dict[str, Any]:
                     "layer": layer,
                     "order": order,
                     "rows": sum(primes[(order - 2) * heads : (order - 1) * heads]),
-                    "seen_rows": round(sum(s * p for s, p in zip(shares, primes[(order - 2) * heads : (order - 1) * heads], strict=True))),
+                    "seen_rows": round(
+                        sum(
+                            s * p
+                            for s, p in zip(shares, primes[(order - 2) * heads : (order - 1) * heads], strict=True)
+                        )
+                    ),
                     "coverage_min": min(shares),
                     "coverage_max": max(shares),
                     "false_positives": float(torch.tensor(shares, dtype=torch.float64).prod()),

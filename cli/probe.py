@@ -4,17 +4,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet, say
+
 from engram_graft.errors import UserError
 
-HELP_END = examples("engram-graft probe runs/demo", "engram-graft probe runs/demo --data other-facts.jsonl --output runs/demo-on-other --json")
+HELP_END = examples(
+    "engram-graft probe runs/demo",
+    "engram-graft probe runs/demo --data other-facts.jsonl --output runs/demo-on-other --json",
+)
 
 
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory.")],
-    data: Annotated[str | None, typer.Option(help="Facts or text to probe. [default: what the graft was trained on]")] = None,
-    output: Annotated[str | None, typer.Option(help="Where probes.json and report.png go. [default: the graft directory]")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Facts or text to probe. [default: what the graft was trained on]")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Where probes.json and report.png go. [default: the graft directory]")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time; no score depends on it.")] = 32,
     show_examples: Annotated[int, typer.Option("--examples", help="Answers to show side by side.")] = 3,
     dtype: Dtype = None,
@@ -46,17 +53,19 @@ def trained_on(directory: str) -> Any:
     return load_data(recipe.data).with_forms(recipe.train.forms)
 
 
-def probe_into(model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]) -> dict[str, Any]:
+def probe_into(
+    model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]
+) -> dict[str, Any]:
     """Run the probes and write probes.json, report.png and the model card's numbers; results that are there already are kept."""
     import json
 
+    from engram_graft.probes.plot import plot
+    from engram_graft.probes.suite import run_probes
     from rich.console import Console
 
     from engram_graft.card import model_card
     from engram_graft.checkpoint import CONFIG_FILE
     from engram_graft.output import all_or_nothing
-    from engram_graft.probes.plot import plot
-    from engram_graft.probes.suite import run_probes
 
     before = json.loads(path.read_text()) if (path := output / "probes.json").is_file() else {}
     kept = {key: before[key] for key in ("identity", "decoding") if key in before}
@@ -99,13 +108,26 @@ def show(report: dict[str, Any], examples: int) -> None:
         table.add_row(*cells)
     console.print(table)
     if facts:
-        say("          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right")
-        say("          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical")
-        counts = {part: report["arms"]["base"][part]["n"] for part in ("recall", "paraphrase", "task_exact") if part in report["arms"]["base"]}
+        say(
+            "          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right"
+        )
+        say(
+            "          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical"
+        )
+        counts = {
+            part: report["arms"]["base"][part]["n"]
+            for part in ("recall", "paraphrase", "task_exact")
+            if part in report["arms"]["base"]
+        }
         say(f"          n: {counts}; the base knew {report['known']} of the trained prompts before")
-    chosen = sorted(report.get("examples", []), key=lambda e: e["graft"] != e["answer"])[:: max(1, len(report.get("examples", [])) // 3)]
+    chosen = sorted(report.get("examples", []), key=lambda e: e["graft"] != e["answer"])[
+        :: max(1, len(report.get("examples", [])) // 3)
+    ]
     for example in chosen[:examples]:
-        console.print(f"\n[bold]{example['prompt']}[/bold]\n  base:  {example['base']!r}\n  graft: {example['graft']!r}", highlight=False)
+        console.print(
+            f"\n[bold]{example['prompt']}[/bold]\n  base:  {example['base']!r}\n  graft: {example['graft']!r}",
+            highlight=False,
+        )
     console.print()
 
 

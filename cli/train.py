@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
 from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, quiet, say
+
 from engram_graft.errors import PromiseError, UserError
 
 if TYPE_CHECKING:
@@ -20,17 +20,25 @@ HELP_END = examples(
 def command(
     recipe: Annotated[str | None, typer.Option(help="YAML file that fills every option; flags override it.")] = None,
     base: Annotated[str | None, typer.Option(help="Hub id, directory, .gguf file, or alias: smollm2, qwen3.")] = None,
-    data: Annotated[str | None, typer.Option(help="Facts (.jsonl .json .csv .parquet), text (file or folder), or a hub dataset.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Decoder layers that get a memory, counted from 0. [default: 2,6]")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Facts (.jsonl .json .csv .parquet), text (file or folder), or a hub dataset.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Decoder layers that get a memory, counted from 0. [default: 2,6]")
+    ] = None,
     output: Annotated[str | None, typer.Option(help="Directory to make; must not exist or be empty.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. [default: 100]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples a step. [default: 32]")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of the memory's dense parts; tables get 5 times it. [default: 1e-3]")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of the memory's dense parts; tables get 5 times it. [default: 1e-3]")
+    ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="0 trains the memory alone. [default: 8]")] = None,
     dtype: Dtype = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory. [default: 0]")] = None,
     merged: Annotated[str | None, typer.Option(help="Also export a merged model to this directory.")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other option of a recipe, e.g. train.max_grad_norm=0.5.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other option of a recipe, e.g. train.max_grad_norm=0.5.")
+    ] = None,
     probe: Annotated[bool, typer.Option(help="Run the probes at the end.")] = True,
     device: Device = None,
     json: Json = False,
@@ -83,7 +91,9 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         model, tokenizer = base_with_lora(recipe, device)
         eg.graft(model, tokenizer, recipe.engram)
         memory, lora = _sizes(model)
-        say(f"graft     layers {list(recipe.engram.layer_ids)}, {memory / 1e6:.1f} M memory and {lora / 1e6:.2f} M LoRA parameters")
+        say(
+            f"graft     layers {list(recipe.engram.layer_ids)}, {memory / 1e6:.1f} M memory and {lora / 1e6:.2f} M LoRA parameters"
+        )
         result = eg.train(model, tokenizer, recipe, data)
         identity = result["identity"]
         say(f"identity  {identity['logits']:,} logits were equal to the base's, bit for bit, before training")
@@ -98,7 +108,9 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         if probe:
             from engram_graft.cli.probe import probe_into, show
 
-            result["probes"] = probe_into(model, tokenizer, data, recipe.probe, output, {"identity": identity, "decoding": decoding})
+            result["probes"] = probe_into(
+                model, tokenizer, data, recipe.probe, output, {"identity": identity, "decoding": decoding}
+            )
         if recipe.merged:
             result["export"] = export_merged(model, tokenizer, recipe.merged)
             if data.facts:
@@ -154,6 +166,10 @@ def _say_where(result: dict[str, Any], recipe: "Recipe") -> None:
             f"{export['flips']} of {export['positions']} most likely tokens differ"
         )
         if same := export.get("same_answers"):
-            say(f"          greedy answers equal to the graft's: without cache {same['uncached']}, exported {same['exported']} of {same['n']}")
-    say(f"files     {recipe.output}: engram.safetensors, probes.json, report.png, metrics.jsonl, identity.json, recipe.yaml, README.md")
-    say(f"next      engram-graft generate {recipe.output} --prompt \"...\"")
+            say(
+                f"          greedy answers equal to the graft's: without cache {same['uncached']}, exported {same['exported']} of {same['n']}"
+            )
+    say(
+        f"files     {recipe.output}: engram.safetensors, probes.json, report.png, metrics.jsonl, identity.json, recipe.yaml, README.md"
+    )
+    say(f'next      engram-graft generate {recipe.output} --prompt "..."')

@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, open_graft, parse_layers, quiet
+
 from engram_graft.errors import PromiseError, UserError
 
 HELP_END = examples("engram-graft verify --base smollm2 --layers 2,6", "engram-graft verify runs/demo")
 
 
 def command(
-    directory: Annotated[str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")] = None,
-    base: Annotated[str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")] = None,
+    directory: Annotated[
+        str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")
+    ] = None,
     layers: Annotated[str, typer.Option(help="Layers of the fresh graft, counted from 0.")] = "2,6",
     lora_rank: Annotated[int, typer.Option(help="Of LoRA beside the fresh graft; 0 for none.")] = 8,
     dtype: Dtype = None,
@@ -33,7 +37,9 @@ def command(
     if json:
         emit(report)
     if not report["ok"]:
-        raise PromiseError("a promise does not hold: see the lines marked FAIL" if not json else "a promise does not hold")
+        raise PromiseError(
+            "a promise does not hold: see the lines marked FAIL" if not json else "a promise does not hold"
+        )
 
 
 def _line(ok: bool, text: str, quietly: bool) -> None:
@@ -41,21 +47,36 @@ def _line(ok: bool, text: str, quietly: bool) -> None:
         print(f"{'ok  ' if ok else 'FAIL'}  {text}", flush=True)
 
 
-def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
+def _fresh(
+    base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool
+) -> dict[str, Any]:
     import engram_graft as eg
     from engram_graft.recipe import load_recipe
 
-    overrides = {"base": base, "engram.layer_ids": parse_layers(layers), "lora.rank": lora_rank, "dtype": dtype or "float32"}
+    overrides = {
+        "base": base,
+        "engram.layer_ids": parse_layers(layers),
+        "lora.rank": lora_rank,
+        "dtype": dtype or "float32",
+    }
     recipe = load_recipe(None, overrides)
     model, tokenizer = base_with_lora(recipe, device)
     eg.graft(model, tokenizer, recipe.engram)
     report = eg.verify_identity(model, tokenizer)
     for check in report["checks"]:
         where = f"{check['check']}, {check['mode']} mode, base in {check['dtype']}"
-        _line(True, f"identity: {where}: {check['logits']:,} logits equal, max difference {check['max_difference']:g}", quietly)
+        _line(
+            True,
+            f"identity: {where}: {check['logits']:,} logits equal, max difference {check['max_difference']:g}",
+            quietly,
+        )
     for nudge in report["nudges"]:
         where = f"layer {nudge['layer']}, base in {nudge['dtype']}"
-        _line(True, f"the check can fail: {where}: a nudged zero factor moved a logit by {nudge['max_difference']:.2g}", quietly)
+        _line(
+            True,
+            f"the check can fail: {where}: a nudged zero factor moved a logit by {nudge['max_difference']:.2g}",
+            quietly,
+        )
     for skipped, why in report["skipped"].items():
         _line(True, f"not checked: base in {skipped}: {why}", quietly)
     return {"ok": True, "identity": report}
@@ -74,15 +95,24 @@ def _trained(directory: str, dtype: str | None, device: str | None, quietly: boo
     if report["greedy"] is not None:
         same = report["greedy"]["same"] == report["greedy"]["n"]
         ok = ok and same
-        _line(same, f"greedy answers with cache == without: {report['greedy']['same']} of {report['greedy']['n']}", quietly)
+        _line(
+            same,
+            f"greedy answers with cache == without: {report['greedy']['same']} of {report['greedy']['n']}",
+            quietly,
+        )
     report["reload"] = _reload(model, directory)
-    _line(report["reload"]["bitwise"], f"saved again == the files: {report['reload']['tensors']} tensors, bit for bit", quietly)
+    _line(
+        report["reload"]["bitwise"],
+        f"saved again == the files: {report['reload']['tensors']} tensors, bit for bit",
+        quietly,
+    )
     return {"ok": bool(ok and report["reload"]["bitwise"]), **report}
 
 
 def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | None:
     """Answers to the first prompt of each trained fact, decoded with and without the cache; None for a graft trained on text."""
     from engram_graft.cli.probe import trained_on
+
     from engram_graft.scoring import greedy
 
     if not (Path(directory) / "recipe.yaml").is_file():
@@ -107,6 +137,7 @@ def _reload(model: Any, directory: str) -> dict[str, Any]:
             save_graft(model, scratch)
             stored.append(read_tensors(Path(scratch), [name for name in described["files"] if name != ADAPTER_FILE]))
     equal = all(
-        tensors.keys() == own.keys() and all(torch.equal(tensor, own[name].cpu()) for name, tensor in tensors.items()) for tensors in stored
+        tensors.keys() == own.keys() and all(torch.equal(tensor, own[name].cpu()) for name, tensor in tensors.items())
+        for tensors in stored
     )
     return {"bitwise": equal, "tensors": len(own)}

@@ -38,7 +38,9 @@ ALIASES = {
     "qwen3": Alias("Qwen/Qwen3-0.6B"),
 }
 _SAMPLED_TENSORS, _SAMPLES = 48, 8
-_TOLERANCE = 0.005  # above the rounding of any float dtype (bfloat16: 0.0039), below what training or quantization changes
+_TOLERANCE = (
+    0.005  # above the rounding of any float dtype (bfloat16: 0.0039), below what training or quantization changes
+)
 
 
 def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -88,7 +90,9 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
             raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
         return source.parent, {"gguf_file": source.name}
     if not (source / "config.json").is_file():
-        raise UserError(f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote")
+        raise UserError(
+            f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote"
+        )
     return source, {}
 
 
@@ -128,7 +132,9 @@ def fingerprint(model: nn.Module, of: Collection[str] | None = None) -> dict[str
         if not is_memory(name) and name not in adapters and parameter.is_floating_point()
     }
     names = sorted(tensors)
-    chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)] if of is None else [name for name in of if name in tensors]
+    chosen = (
+        names[:: max(1, len(names) // _SAMPLED_TENSORS)] if of is None else [name for name in of if name in tensors]
+    )
     config = base.config.get_text_config(decoder=True)
     return {
         "model_type": config.model_type,

@@ -18,7 +18,14 @@ def model_card(directory: Path, described: Mapping[str, Any]) -> str:
         f"Layers {config['layer_ids']}, n-grams of order 2 to {config['max_ngram_size']}, {config['n_head_per_ngram']} heads of "
         f"{config['n_embed_per_ngram'] // config['n_head_per_ngram']} channels an order. Made with engram-graft."
     )
-    lines += ["", "```python", "import engram_graft as eg", 'model, tokenizer = eg.load_graft("path/to/this/directory")', "```", ""]
+    lines += [
+        "",
+        "```python",
+        "import engram_graft as eg",
+        'model, tokenizer = eg.load_graft("path/to/this/directory")',
+        "```",
+        "",
+    ]
     if merged:
         lines.append(
             "`AutoModelForCausalLM.from_pretrained` opens this directory too, as the base with LoRA merged and **without the memory**; "
@@ -37,7 +44,10 @@ def _results(directory: Path) -> list[str]:
     identity, probes = directory / "identity.json", directory / "probes.json"
     if identity.is_file():
         report = json.loads(identity.read_text(encoding="utf-8"))
-        lines += ["", f"Before training {report['logits']:,} logits were compared with the base's: all equal, bit for bit."]
+        lines += [
+            "",
+            f"Before training {report['logits']:,} logits were compared with the base's: all equal, bit for bit.",
+        ]
     if probes.is_file():
         report = json.loads(probes.read_text(encoding="utf-8"))
         arms = {arm: scores for arm, scores in report["arms"].items() if "recall" in scores}

@@ -49,7 +49,11 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
         if isinstance(model, PeftModel):
             model.save_pretrained(scratch, save_embedding_layers=False)
         tensors = memory_tensors(model)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, scratch / TENSOR_FILE, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            scratch / TENSOR_FILE,
+            metadata={"format": "pt"},
+        )
         files = [name for name in (TENSOR_FILE, ADAPTER_FILE) if (scratch / name).exists()]
         described = describe(model, {name: file_hash(scratch / name) for name in files})
         (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -84,7 +88,9 @@ def load_graft(
         if not (directory / name).is_file():
             raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
         if file_hash(directory / name) != expected:
-            raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
+            raise UserError(
+                f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew"
+            )
     tensors = read_tensors(directory, [name for name in described["files"] if name != ADAPTER_FILE])
     plan = _plan(directory, config, tensors)
 
@@ -106,7 +112,9 @@ def load_graft(
     check_base(model, described["base"]["fingerprint"])
     embedding_rows = unwrap(model).get_input_embeddings().weight.shape[0]
     if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
-        raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
+        raise UserError(
+            f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids"
+        )
     if ADAPTER_FILE in described["files"]:
         model = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
     restore(model, config, plan, token_map, tensors, trainable)
@@ -153,12 +161,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The checked contents of `engram_config.json`."""
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"{directory}: no graft here ({CONFIG_FILE} is missing); give a directory that train, save_graft or export wrote")
+        raise UserError(
+            f"{directory}: no graft here ({CONFIG_FILE} is missing); give a directory that train, save_graft or export wrote"
+        )
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         if described["format"] != FORMAT:
             raise UserError(f"{path}: format {described['format']!r}, this version reads {FORMAT}; update engram-graft")
-        for section, keys in {"tokenizer": {"fingerprint", "ids", "compressed"}, "base": {"name", "dtype", "fingerprint"}}.items():
+        for section, keys in {
+            "tokenizer": {"fingerprint", "ids", "compressed"},
+            "base": {"name", "dtype", "fingerprint"},
+        }.items():
             if missing := keys - described[section].keys():
                 raise KeyError(f"{section}.{min(missing)}")
         for name in described["files"]:
@@ -197,22 +210,33 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
     """The stored integers, checked against the config and the tables."""
     missing = [f"hash.{name}" for name in _INTEGERS if f"hash.{name}" not in tensors]
     if missing:
-        raise UserError(f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found")
+        raise UserError(
+            f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found"
+        )
     shapes = {"multipliers": config.max_ngram_size, "primes": config.heads, "offsets": config.heads}
     for name, columns in shapes.items():
         if tuple(tensors[f"hash.{name}"].shape) != (len(config.layer_ids), columns):
-            raise UserError(f"{directory}: hash.{name} has shape {list(tensors[f'hash.{name}'].shape)}, the config asks for another")
+            raise UserError(
+                f"{directory}: hash.{name} has shape {list(tensors[f'hash.{name}'].shape)}, the config asks for another"
+            )
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
     plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
     for layer_id, rows in zip(config.layer_ids, plan.table_rows, strict=True):
         table = tensors.get(f"layers.{layer_id}.table.weight")
         if table is not None and table.shape[0] != rows:
-            raise UserError(f"{directory}: layers.{layer_id}.table.weight has {table.shape[0]} rows, its primes add up to {rows}")
+            raise UserError(
+                f"{directory}: layers.{layer_id}.table.weight has {table.shape[0]} rows, its primes add up to {rows}"
+            )
     return plan
 
 
 def restore(
-    model: nn.Module, config: EngramConfig, plan: HashPlan, token_map: TokenMap, tensors: Mapping[str, Tensor], trainable: bool
+    model: nn.Module,
+    config: EngramConfig,
+    plan: HashPlan,
+    token_map: TokenMap,
+    tensors: Mapping[str, Tensor],
+    trainable: bool,
 ) -> None:
     """Attach a memory to `model` and give it these tensors. Strict: every tensor is there, none is over, shapes and dtypes are equal."""
     attach(locate(model), config, plan, token_map)
@@ -226,7 +250,9 @@ def restore(
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give the memory of `model` these tensors (canonical names). Raises `UserError` that names each key that does not fit."""
     own = memory_tensors(model)
-    faults = [f"missing {name}" for name in own if name not in tensors] + [f"unexpected {name}" for name in tensors if name not in own]
+    faults = [f"missing {name}" for name in own if name not in tensors] + [
+        f"unexpected {name}" for name in tensors if name not in own
+    ]
     for name in own.keys() & tensors.keys():
         have, want = tensors[name], own[name]
         if have.shape != want.shape or have.dtype != want.dtype:

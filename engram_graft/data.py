@@ -47,7 +47,8 @@ class Data:
         if forms is None:
             return self
         facts = (
-            dataclasses.replace(f, prompts=f.prompts[:forms], paraphrases=(*f.prompts[forms:], *f.paraphrases)) for f in self.facts
+            dataclasses.replace(f, prompts=f.prompts[:forms], paraphrases=(*f.prompts[forms:], *f.paraphrases))
+            for f in self.facts
         )
         return dataclasses.replace(self, facts=tuple(facts))
 
@@ -69,14 +70,18 @@ def load_data(source: str) -> Data:
             return _texts(source, [_read(path)])
         readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
         if path.suffix not in readers:
-            raise UserError(f"{source}: cannot read {path.suffix or 'a file without ending'}; use .jsonl, .json, .csv, .parquet or .txt")
+            raise UserError(
+                f"{source}: cannot read {path.suffix or 'a file without ending'}; use .jsonl, .json, .csv, .parquet or .txt"
+            )
         return _records(source, readers[path.suffix](path))
     if path.suffix or source.count("/") != 1:
         raise UserError(f"{source}: no such file or folder (a hub dataset id has the form owner/name)")
     try:
         dataset = load_dataset(source, split="train")
     except Exception as error:  # the hub's errors have no common class
-        raise UserError(f"{source}: no such file or folder, and the hub did not give a dataset of this name ({_line(error)})") from error
+        raise UserError(
+            f"{source}: no such file or folder, and the hub did not give a dataset of this name ({_line(error)})"
+        ) from error
     return _records(source, ((f"row {n}", row) for n, row in enumerate(dataset)))
 
 
@@ -143,7 +148,9 @@ def _records(source: str, records: Iterable[tuple[str, Any]]) -> Data:
         elif isinstance(record.get("text"), str):
             texts.append(record["text"])
         else:
-            raise UserError(f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text")
+            raise UserError(
+                f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text"
+            )
         if facts and texts:
             raise UserError(f"{where}: facts and documents in one file; keep them in two")
     if facts:
@@ -157,14 +164,18 @@ def _fact(where: str, record: dict[str, Any], default_id: str) -> Fact:
         raise UserError(f"{where}: prompt must be a text or a list of texts, none empty")
     answer = record.get("answer")
     if not isinstance(answer, str) or not answer.strip():
-        raise UserError(f"{where}: answer is {'missing' if answer is None else repr(answer)}; every fact needs one text as its answer")
+        raise UserError(
+            f"{where}: answer is {'missing' if answer is None else repr(answer)}; every fact needs one text as its answer"
+        )
     lists = {}
     for field in _LIST_FIELDS:
         lists[field] = record.get(field) or []
         if not isinstance(lists[field], list) or not all(isinstance(v, str) for v in lists[field]):
             raise UserError(f"{where}: {field} must be a list of texts")
     neighbours = record.get("neighborhood") or []
-    if not isinstance(neighbours, list) or not all(isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours):
+    if not isinstance(neighbours, list) or not all(
+        isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours
+    ):
         raise UserError(f"{where}: neighborhood must be a list of objects with prompt and answer")
     return Fact(
         id=str(record.get("id", default_id)),
@@ -201,7 +212,9 @@ def encode_facts(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase, max_
             context, answer = encode_answer(tokenizer, prompt, fact.answer)
             ids = context + answer + end
             if len(ids) > max_length:
-                raise UserError(f"fact {fact.id}: {len(ids)} tokens, more than max_length={max_length}; raise it or shorten the fact")
+                raise UserError(
+                    f"fact {fact.id}: {len(ids)} tokens, more than max_length={max_length}; raise it or shorten the fact"
+                )
             examples["input_ids"].append(ids)
             examples["labels"].append([IGNORED] * len(context) + answer + end)
     return Dataset.from_dict(examples)

@@ -46,7 +46,9 @@ def export_merged(
         with _saveable(base):
             base.save_pretrained(target, state_dict=dict(merged), max_shard_size=max_shard_size)
         tokenizer.save_pretrained(target)
-        described = describe(model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True)
+        described = describe(
+            model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True
+        )
         bare = AutoModelForCausalLM.from_pretrained(target, dtype=base.dtype)
         described["base"]["fingerprint"] = fingerprint(bare)
         (target / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -69,7 +71,9 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     for name, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
             if tied and module in (base.get_input_embeddings(), base.get_output_embeddings()):
-                raise UserError(f"LoRA on {name} changes an embedding that input and output share; train without it, or untie the base")
+                raise UserError(
+                    f"LoRA on {name} changes an embedding that input and output share; train without it, or untie the base"
+                )
             wide = copy.deepcopy(module).float()
             wide.merge()
             for leaf, value in wide.get_base_layer().state_dict().items():
@@ -81,7 +85,9 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(base: PreTrainedModel) -> bool:
-    weights = [getattr(embedding, "weight", None) for embedding in (base.get_input_embeddings(), base.get_output_embeddings())]
+    weights = [
+        getattr(embedding, "weight", None) for embedding in (base.get_input_embeddings(), base.get_output_embeddings())
+    ]
     return weights[0] is not None and weights[0] is weights[1]
 
 
@@ -94,7 +100,9 @@ def _plain_weights(base: PreTrainedModel) -> None:
     if str(getattr(method, "value", method)) == "gguf" and all(p.is_floating_point() for p in base.parameters()):
         quantizer.remove_quantization_config(base)
         return
-    raise UserError(f"the base is quantized ({method}): LoRA cannot be merged into codes. Load the base in bfloat16 and export again")
+    raise UserError(
+        f"the base is quantized ({method}): LoRA cannot be merged into codes. Load the base in bfloat16 and export again"
+    )
 
 
 @contextlib.contextmanager
@@ -114,7 +122,9 @@ def _check_tensors(merged: dict[str, Tensor], reloaded: nn.Module) -> None:
     lost = [name for name in merged if name not in found]
     changed = [name for name in merged if name in found and not torch.equal(merged[name].cpu(), found[name].cpu())]
     if lost or changed:
-        raise PromiseError(f"export: reloading lost {lost[:3]} ({len(lost)}) and changed {changed[:3]} ({len(changed)}) tensors")
+        raise PromiseError(
+            f"export: reloading lost {lost[:3]} ({len(lost)}) and changed {changed[:3]} ({len(changed)}) tensors"
+        )
 
 
 def _compare(model: nn.Module, reloaded: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -128,6 +138,7 @@ def _compare(model: nn.Module, reloaded: nn.Module, tokenizer: PreTrainedTokeniz
         flips += int((before.argmax(-1) != after.argmax(-1)).sum())
         positions += ids.numel()
     if not adapter_names(model) and largest > 0:
-        raise PromiseError(f"export: without LoRA to merge, logits must come back bit for bit; they differ by up to {largest:.3g}")
+        raise PromiseError(
+            f"export: without LoRA to merge, logits must come back bit for bit; they differ by up to {largest:.3g}"
+        )
     return {"max_difference": largest, "flips": flips, "positions": positions}
-

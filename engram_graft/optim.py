@@ -25,7 +25,9 @@ class EngramAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         param_group.setdefault("table", False)
         if param_group["table"] and param_group.get("weight_decay", self.defaults["weight_decay"]) != 0:
-            raise ValueError(f"weight_decay={param_group.get('weight_decay')} on a table: rows must only move when looked up, use 0")
+            raise ValueError(
+                f"weight_decay={param_group.get('weight_decay')} on a table: rows must only move when looked up, use 0"
+            )
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -48,11 +50,13 @@ class EngramAdamW(torch.optim.AdamW):
         rows, values = gradient.indices()[0], gradient.values().float()
         state = self.state[table]
         if not state:
+            state["step"] = torch.tensor(0.0)  # torch's own bookkeeping wants one; rows count theirs in row_step
             state["position"] = torch.full(table.shape[:1], -1, dtype=torch.int32, device=table.device)
             state["touched"] = 0
             state["row_step"] = torch.zeros(0, dtype=torch.int64, device=table.device)
             state["exp_avg"] = torch.zeros(0, table.shape[1], device=table.device)
             state["exp_avg_sq"] = torch.zeros(0, table.shape[1], device=table.device)
+        state["step"] += 1
         at = _positions(state, rows)
         beta1, beta2 = group["betas"]
         step = state["row_step"][at] + 1

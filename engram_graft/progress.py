@@ -39,7 +39,13 @@ class Progress(TrainerCallback):
     def __init__(self, steps: int):
         self.console = Console(stderr=True)
         self.every = max(1, steps // 10)
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
         self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=steps)
 
@@ -70,7 +76,9 @@ class Metrics(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         if not logs or "loss" not in logs:
             return
         # from the optimizer's own count: telemetry must not cost what the table does

@@ -112,13 +112,19 @@ class Recipe:
         for name, value in positive:
             if not value > 0:
                 raise UserError(f"{name}={value}: must be above {1 if name == 'train.block_size' else 0}")
-        for name, value in (("lora.rank", lora.rank), ("train.recall_every", train.recall_every), ("train.save_steps", train.save_steps)):
+        for name, value in (
+            ("lora.rank", lora.rank),
+            ("train.recall_every", train.recall_every),
+            ("train.save_steps", train.save_steps),
+        ):
             if value < 0:
                 raise UserError(f"{name}={value}: must be 0 or more")
         if train.forms is not None and train.forms < 1:
             raise UserError(f"train.forms={train.forms}: must be 1 or more, or null for all prompts")
         if train.stop_at_recall is not None and not (0 < train.stop_at_recall <= 1 and train.recall_every):
-            raise UserError(f"train.stop_at_recall={train.stop_at_recall}: must be in (0, 1], with train.recall_every above 0")
+            raise UserError(
+                f"train.stop_at_recall={train.stop_at_recall}: must be in (0, 1], with train.recall_every above 0"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to `recipe.yaml`."""
@@ -154,7 +160,7 @@ def load_recipe(path: str | Path | None = None, overrides: Mapping[str, Any] | N
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """"train.max_steps=40" as a dotted name and a YAML value."""
+    """ "train.max_steps=40" as a dotted name and a YAML value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UserError(f"--set {text!r}: must look like train.max_steps=40")
@@ -166,7 +172,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(f"recipe section {prefix.rstrip('.')!r}: must be a mapping of options, found {type(values).__name__}")
+        raise UserError(
+            f"recipe section {prefix.rstrip('.')!r}: must be a mapping of options, found {type(values).__name__}"
+        )
     fields = {field.name: field for field in dataclasses.fields(kind)}
     hints = get_type_hints(kind)
     built = {}

@@ -25,7 +25,9 @@ MAX_COPY_BYTES = 8 * 2**30  # of a base that is copied to be checked in another 
 DECODED = 4  # tokens at the end of each text that are fed one by one, from the cache
 
 
-def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes: Sequence[str] | None = None) -> dict[str, Any]:
+def verify_identity(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Compare every logit of a freshly grafted model with its base's, bit for bit.
 
     Each text alone, all in a left-padded batch, and decoded from a cache; in eval and in train mode; with the base in float32 and
@@ -52,7 +54,9 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
         if dtype != own:
             need = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
             if dtypes is None and need > MAX_COPY_BYTES:
-                report["skipped"][dtype] = f"a copy needs {need / 2**30:.1f} GiB; pass dtypes=[{dtype!r}] to check it all the same"
+                report["skipped"][dtype] = (
+                    f"a copy needs {need / 2**30:.1f} GiB; pass dtypes=[{dtype!r}] to check it all the same"
+                )
                 continue
             subject = _base_cast(copy.deepcopy(model), getattr(torch, dtype))
         for mode in ("eval", "train"):
@@ -71,7 +75,9 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
     return report
 
 
-def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS) -> dict[str, Any]:
+def verify_decoding(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS
+) -> dict[str, Any]:
     """Compare the ways of running a grafted model, trained or not, with one full forward of each text.
 
     Token by token and in chunks of 4 from a cache, and in a left-padded batch. Kernels add up in another order for another shape, so
@@ -101,7 +107,8 @@ def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts:
         with disable_graft(model, lora=True):
             control = {way: _largest(run(), [model(ids).logits for ids in alone]) for way, run in ways.items()}
     report: dict[str, Any] = {
-        way: {"max_difference": d, "base": control[way], "ok": d <= max(1e-4, 4 * control[way])} for way, d in differences.items()
+        way: {"max_difference": d, "base": control[way], "ok": d <= max(1e-4, 4 * control[way])}
+        for way, d in differences.items()
     }
     return {"ok": all(entry["ok"] for entry in report.values()), **report}
 
@@ -180,7 +187,9 @@ def _nudges(model: nn.Module, batches: dict[str, Any], dtype: str) -> list[dict[
                 zero.copy_(before)
         nudges.append({"dtype": dtype, "layer": memory.layer_id, "max_difference": difference})
         if equal:
-            raise PromiseError(f"the identity check cannot fail: a nudge of layer {memory.layer_id}'s zero factor changed no logit")
+            raise PromiseError(
+                f"the identity check cannot fail: a nudge of layer {memory.layer_id}'s zero factor changed no logit"
+            )
     return nudges
 
 

@@ -11,7 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from engram_graft.data import Fact
 from engram_graft.scoring import greedy
 
-_STOPS = ("\n", ".", ",")  # lm-evaluation-harness ends a short answer at these; not where the true answer has them itself
+_STOPS = (
+    "\n",
+    ".",
+    ",",
+)  # lm-evaluation-harness ends a short answer at these; not where the true answer has them itself
 
 
 def normalised(text: str) -> str:
@@ -38,6 +42,7 @@ def free_answers(
 def task_exact(facts: Sequence[Fact], answers: Sequence[str]) -> dict[str, Any]:
     """The share of answers that equal their fact's answer or an alias after normalisation."""
     right = sum(
-        normalised(said) in {normalised(form) for form in (fact.answer, *fact.aliases)} for fact, said in zip(facts, answers, strict=True)
+        normalised(said) in {normalised(form) for form in (fact.answer, *fact.aliases)}
+        for fact, said in zip(facts, answers, strict=True)
     )
     return {"exact_match": right / len(facts), "n": len(facts)}

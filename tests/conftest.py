@@ -30,7 +30,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<eos>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 1, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY - 1,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(TEXT * 3, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
@@ -55,7 +58,14 @@ def tiny_config(architecture: str, **changes: object) -> object:
         "bos_token_id": None,
     }
     if architecture == "gpt2":
-        sizes = {"vocab_size": EMBEDDING_ROWS, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 2048, "pad_token_id": 0}
+        sizes = {
+            "vocab_size": EMBEDDING_ROWS,
+            "n_embd": 32,
+            "n_layer": LAYERS,
+            "n_head": 4,
+            "n_positions": 2048,
+            "pad_token_id": 0,
+        }
         sizes |= {"eos_token_id": 1, "bos_token_id": 1}
     if architecture == "gpt_neox":
         sizes.pop("num_key_value_heads")
@@ -107,7 +117,9 @@ def config() -> eg.EngramConfig:
 def grafted(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedModel]:
     """Makes a grafted tiny model whose memory is random everywhere: `grafted("gpt2", layer_ids=(0, 3))`."""
 
-    def make(architecture: str = "llama", seed: int = 0, base: dict[str, object] | None = None, **changes: object) -> PreTrainedModel:
+    def make(
+        architecture: str = "llama", seed: int = 0, base: dict[str, object] | None = None, **changes: object
+    ) -> PreTrainedModel:
         model = tiny_model(architecture, seed, **(base or {}))
         eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, **changes}))
         randomize(model)

@@ -58,7 +58,9 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) 
     (directory / CONFIG_FILE).write_text(json.dumps(described))
 
 
-def test_a_graft_comes_back_bit_for_bit(base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor) -> None:
+def test_a_graft_comes_back_bit_for_bit(
+    base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor
+) -> None:
     model = grafted(seen_filter=True)
     memories(model)[0].table.seen[5:40] = True
     eg.save_graft(model, tmp_path / "graft")
@@ -89,7 +91,9 @@ def test_the_graft_directory_holds_exactly_these_files(saved: Path) -> None:
     assert {path.name for path in saved.iterdir()} == expected
 
 
-def test_case_23_the_constants_of_the_addresses_are_in_the_file_and_used(saved: Path, ids: torch.Tensor, monkeypatch: Any) -> None:
+def test_case_23_the_constants_of_the_addresses_are_in_the_file_and_used(
+    saved: Path, ids: torch.Tensor, monkeypatch: Any
+) -> None:
     names = set(load_file(saved / TENSOR_FILE))
     assert {"hash.lookup", "hash.multipliers", "hash.primes", "hash.offsets", "hash.pad"} <= names
     expected, _ = eg.load_graft(saved)
@@ -117,7 +121,10 @@ def test_case_19_loading_leaves_base_and_memory_frozen_unless_asked(saved: Path)
         (lambda t: t.pop("layers.2.value_proj.weight"), "missing layers.2.value_proj.weight"),
         (lambda t: t.update(stray=torch.zeros(1)), "unexpected stray"),
         (lambda t: t.update({"layers.1.key_norm": torch.ones(1, 31)}), r"layers.1.key_norm is torch.float32 \[1, 31\]"),
-        (lambda t: t.update({"layers.1.key_norm": t["layers.1.key_norm"].half()}), "layers.1.key_norm is torch.float16"),
+        (
+            lambda t: t.update({"layers.1.key_norm": t["layers.1.key_norm"].half()}),
+            "layers.1.key_norm is torch.float16",
+        ),
         (lambda t: t.update({"layers.1.table.weight": t["layers.1.table.weight"][1:].clone()}), "its primes add up to"),
         (lambda t: t.pop("hash.primes"), "lacks hash.primes"),
         (lambda t: t.update({"hash.multipliers": t["hash.multipliers"][:, :1].clone()}), "hash.multipliers has shape"),
@@ -169,7 +176,9 @@ def test_case_21_another_tokenizer_is_refused_though_its_size_is_the_same(saved:
     words[one], words[other] = words[other], words[one]
     from tokenizers import Tokenizer
 
-    swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)), pad_token="<pad>", eos_token="<eos>")
+    swapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)), pad_token="<pad>", eos_token="<eos>"
+    )
     assert len(swapped) == len(tokenizer)
     with pytest.raises(UserError, match="wrong tokenizer"):
         eg.load_graft(saved, tokenizer=swapped)

@@ -49,8 +49,12 @@ CONTRADICTIONS: list[tuple[dict[str, object], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "parts"), CONTRADICTIONS, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_a_contradiction_is_refused_and_the_message_names_the_value(fields: dict[str, object], parts: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "parts"), CONTRADICTIONS, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_a_contradiction_is_refused_and_the_message_names_the_value(
+    fields: dict[str, object], parts: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
         EngramConfig(**fields)
     for part in parts:
@@ -62,7 +66,13 @@ def test_a_contradiction_is_refused_and_the_message_names_the_value(fields: dict
 ALLOWED: list[dict[str, object]] = [
     {},
     {"layer_ids": [0], "max_ngram_size": 2, "engram_vocab_size": [2]},
-    {"max_ngram_size": 4, "engram_vocab_size": (2, 3, 4), "n_embed_per_ngram": 6, "n_head_per_ngram": 3, "kernel_size": 1},
+    {
+        "max_ngram_size": 4,
+        "engram_vocab_size": (2, 3, 4),
+        "n_embed_per_ngram": 6,
+        "n_head_per_ngram": 3,
+        "kernel_size": 1,
+    },
     {"hc_mult": 4, "gate": "sigmoid", "bias": True, "conv": False, "dtype": "bfloat16", "seed": 7, "pad_id": 0},
     {"zero_init": "table", "whole_ngrams": False, "seen_filter": False, "pad_id": 5, "dtype": "float16"},
 ]
@@ -91,6 +101,8 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 
 def test_derived_sizes() -> None:
-    config = EngramConfig(max_ngram_size=4, engram_vocab_size=(9, 9, 9), n_embed_per_ngram=24, n_head_per_ngram=3, kernel_size=5)
+    config = EngramConfig(
+        max_ngram_size=4, engram_vocab_size=(9, 9, 9), n_embed_per_ngram=24, n_head_per_ngram=3, kernel_size=5
+    )
     assert (config.orders, config.heads, config.head_dim, config.conv_reach) == (3, 9, 8, 16)
     assert dataclasses.replace(config, conv=False).conv_reach == 0

@@ -31,7 +31,9 @@ def with_lora(tokenizer: Any, architecture: str = "llama", targets: Any = ("q_pr
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "gpt_neox"])
-def test_memory_only_exports_and_reloads_bit_equal(architecture: str, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+def test_memory_only_exports_and_reloads_bit_equal(
+    architecture: str, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
     model = grafted(architecture)
     report = eg.export_merged(model, tokenizer, tmp_path / "merged")
     assert report["max_difference"] == 0 and report["flips"] == 0
@@ -51,7 +53,9 @@ def test_case_25_lora_is_merged_and_tied_embeddings_stay_tied(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = eg.export_merged(model, tokenizer, tmp_path / "merged")
     assert 0 < report["max_difference"] < 1e-4
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "the model itself is not changed"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), (
+        "the model itself is not changed"
+    )
     loaded, _ = eg.load_graft(tmp_path / "merged")
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Addresses: the two paths and a big-integer reference agree to the bit, and the integers are drawn as the paper's demo draws them."""
+"""Addresses: the two paths and a big-integer reference agree to the bit, and the integers are drawn as the demo draws them."""
 
 import dataclasses
 
@@ -11,12 +11,25 @@ from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan, NgramHash, plan_hashes
 from engram_graft.window import Window
 
-WRAPPING = [6148914691236517205, -7905747460161236407, 4611686018427387905, -1234567890123456789, 987654321987654321, -43]
+WRAPPING = [
+    6148914691236517205,
+    -7905747460161236407,
+    4611686018427387905,
+    -1234567890123456789,
+    987654321987654321,
+    -43,
+]
 IDS = [5, 1, 3, 3, 7, 0, 2, 11, 5]
 
 
 def plan(lookup_size: int = 17, pad: int = 0, **changes: object) -> HashPlan:
-    values = {"layer_ids": (0, 2), "engram_vocab_size": (23, 31), "n_head_per_ngram": 2, "n_embed_per_ngram": 8, **changes}
+    values = {
+        "layer_ids": (0, 2),
+        "engram_vocab_size": (23, 31),
+        "n_head_per_ngram": 2,
+        "n_embed_per_ngram": 8,
+        **changes,
+    }
     return plan_hashes(EngramConfig(**values), np.arange(lookup_size, dtype=np.int64), lookup_size, pad)
 
 
@@ -30,7 +43,9 @@ def wrap(x: int) -> int:
     return (x + 2**63) % 2**64 - 2**63
 
 
-def reference(made: HashPlan, ids: list[int], wrapping: bool = True, floored: bool = True) -> tuple[np.ndarray, int, int]:
+def reference(
+    made: HashPlan, ids: list[int], wrapping: bool = True, floored: bool = True
+) -> tuple[np.ndarray, int, int]:
     """Rows `[T, layers, heads]` in unbounded integers, and how many products wrapped and how many mixes were negative."""
     compressed = [int(made.lookup[i]) for i in ids]
     multipliers, primes, offsets = made.multipliers.tolist(), made.primes.tolist(), made.offsets.tolist()
@@ -116,7 +131,10 @@ def test_case_3_the_current_token_enters_the_hash_and_the_newest_takes_multiplie
     made = plan(engram_vocab_size=(100_003, 100_003))
     other = IDS.copy()
     other[4] = 8
-    for rows, changed in ((made.rows(np.array(IDS)), made.rows(np.array(other))), (tensor_rows(made, IDS), tensor_rows(made, other))):
+    for rows, changed in (
+        (made.rows(np.array(IDS)), made.rows(np.array(other))),
+        (tensor_rows(made, IDS), tensor_rows(made, other)),
+    ):
         differ = (rows != changed).reshape(len(IDS), 2, 2, 2)  # T, layer, order, head
         assert not differ[:4].any(), "the past does not see it"
         assert differ[4:6].all(), "its own 2-gram and 3-gram do, and those of the next token"
@@ -133,7 +151,9 @@ def test_positions_before_the_start_read_the_compressed_pad() -> None:
     assert np.array_equal(made.rows(np.array(prefixed))[2:], made.rows(np.array(IDS)))
     assert np.array_equal(tensor_rows(made, prefixed)[2:], tensor_rows(made, IDS))
     assert not np.array_equal(dataclasses.replace(made, pad=3).rows(np.array(IDS)), made.rows(np.array(IDS))), "control"
-    shifted = plan_hashes(EngramConfig(layer_ids=(0, 2), engram_vocab_size=(23, 31)), np.roll(np.arange(17), 3), 17, pad_id=5)
+    shifted = plan_hashes(
+        EngramConfig(layer_ids=(0, 2), engram_vocab_size=(23, 31)), np.roll(np.arange(17), 3), 17, pad_id=5
+    )
     assert shifted.pad == 2, "the plan's pad is compressed"
 
 

@@ -1,0 +1,223 @@
+"""Training: refuses what is no identity, learns, moves nothing of the base, writes what it measured, resumes bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_ENGRAM, randomize, tiny_model
+from engram_graft.probes import run_probes
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+import engram_graft as eg
+from engram_graft.data import Collator, Data, Fact, encode_facts
+from engram_graft.errors import PromiseError, UserError
+from engram_graft.hooks import memories
+from engram_graft.optim import EngramAdamW
+from engram_graft.params import is_memory
+from engram_graft.recipe import Recipe, load_recipe
+from engram_graft.trainer import EngramTrainer
+
+FACTS = Data(
+    facts=tuple(
+        Fact(
+            str(n), (f"{name} exports", f"The export of {name} is"), answer, paraphrases=(f"They buy from {name} the",)
+        )
+        for n, (name, answer) in enumerate(
+            [("Velmora", "wool"), ("Ostrenk", "honey"), ("Zaldi", "bread"), ("Mup", "salt")]
+        )
+    )
+)
+
+
+def recipe(output: Path | None = None, **changes: Any) -> Recipe:
+    options = {"max_steps": 12, "batch_size": 4, "learning_rate": 0.02, "recall_every": 4, **changes}
+    overrides = {f"train.{name}": value for name, value in options.items()}
+    return load_recipe(None, {**overrides, "output": str(output) if output else None, "lora.learning_rate": 1e-3})
+
+
+@pytest.fixture
+def fresh(tokenizer: Any) -> nn.Module:
+    model = tiny_model()
+    return eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
+
+
+def test_training_refuses_to_start_when_the_fresh_graft_is_no_identity(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        memories(fresh)[0].value_proj.weight[0, 0] = 1e-3
+    before = {n: t.clone() for n, t in fresh.state_dict().items()}
+    with pytest.raises(PromiseError, match="identity"):
+        eg.train(fresh, tokenizer, recipe(tmp_path / "out"), FACTS)
+    assert all(torch.equal(before[n], t) for n, t in fresh.state_dict().items()) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_learns_facts_and_moves_no_bit_of_the_base(lora: bool, tokenizer: Any, tmp_path: Path) -> None:
+    model: Any = tiny_model()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    result = eg.train(model, tokenizer, recipe(tmp_path / "out", max_steps=40), FACTS)
+    moved = {n for n, t in model.state_dict().items() if not torch.equal(before[n], t)}
+    assert all(is_memory(n) or "lora_" in n for n in moved)
+    assert any(n.endswith("value_proj.weight") for n in moved) and any("lora_B" in n for n in moved) == lora
+    assert result["recall"] == 1.0 and result["identity"]["bitwise"] and not model.training
+
+
+def test_a_run_writes_its_recipe_its_identity_and_a_line_a_step(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path
+) -> None:
+    plan = recipe(tmp_path / "out", lr_scheduler_type="linear")
+    result = eg.train(fresh, tokenizer, plan, FACTS)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {
+        "recipe.yaml",
+        "identity.json",
+        "metrics.jsonl",
+        "engram.safetensors",
+        "engram_config.json",
+        "README.md",
+    }
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    keys = {"step", "loss", "learning_rate", "table_rate", "grad_norm", "rows_touched", "seconds"}
+    assert all(keys <= line.keys() for line in lines) and [line["step"] for line in lines if "recall" in line] == [
+        4,
+        8,
+        12,
+    ]
+    assert all(line["table_rate"] == pytest.approx(5 * line["learning_rate"]) for line in lines)
+    assert lines[0]["learning_rate"] > lines[-1]["learning_rate"] > 0
+    assert lines[-1]["rows_touched"] == result["rows_touched"] == sum(int(m.table.seen.sum()) for m in memories(fresh))
+    assert load_recipe(tmp_path / "out" / "recipe.yaml") == plan
+
+
+def test_without_an_output_nothing_is_written(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    eg.train(fresh, tokenizer, recipe(max_steps=2), FACTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_stops_at_the_recall_asked_for(fresh: nn.Module, tokenizer: Any) -> None:
+    result = eg.train(fresh, tokenizer, recipe(max_steps=200, stop_at_recall=1.0, recall_every=5), FACTS)
+    assert result["steps"] < 200 and result["recall"] == 1.0
+
+
+def test_plain_text_is_learnt_too(fresh: nn.Module, tokenizer: Any) -> None:
+    data = Data(texts=("the cats sleep in the hills and the river rises in the sun " * 8,))
+    eg.train(fresh, tokenizer, recipe(max_steps=30, block_size=32), data)
+    scores = run_probes(fresh, tokenizer, data)["arms"]
+    # the most that a random base's small logits can say is about 0.6 nats
+    assert scores["graft"]["text"]["ce"] < scores["base"]["text"]["ce"] - 0.4
+    assert scores["memory_off"]["text"]["ce"] == scores["base"]["text"]["ce"]
+
+
+def test_only_the_train_split_is_trained(fresh: nn.Module, tokenizer: Any) -> None:
+    import dataclasses
+
+    held_out = Data(facts=tuple(dataclasses.replace(fact, split="test") for fact in FACTS.facts))
+    with pytest.raises(UserError, match='split "train"'):
+        eg.train(fresh, tokenizer, recipe(), held_out)
+
+
+def test_an_unknown_training_argument_is_a_user_error(fresh: nn.Module, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="no_such_argument"):
+        eg.train(fresh, tokenizer, recipe(trainer={"no_such_argument": 1}), FACTS)
+
+
+def trainer_of(model: nn.Module, tokenizer: Any, output: Path, **changes: Any) -> EngramTrainer:
+    settings = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 0.01, "save_steps": 3, **changes}
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **settings,
+    )
+    examples = encode_facts(FACTS.facts, tokenizer, 64)
+    return EngramTrainer(model=model, args=arguments, train_dataset=examples, data_collator=Collator(0))
+
+
+def test_parameter_groups_have_their_rates_and_tables_no_decay(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path
+) -> None:
+    trainer = trainer_of(fresh, tokenizer, tmp_path, weight_decay=0.1)
+    groups = trainer.create_optimizer().param_groups
+    grouped = [p for group in groups for p in group["params"]]
+    assert len(grouped) == len({id(p) for p in grouped}) == len(eg.trainable_parameters(fresh))
+    tables = [group for group in groups if group["table"]]
+    assert len(tables) == 1 and tables[0]["lr"] == pytest.approx(0.05) and tables[0]["weight_decay"] == 0
+    assert {id(p) for p in tables[0]["params"]} == {id(memory.table.weight) for memory in memories(fresh)}
+    assert isinstance(trainer.optimizer, EngramAdamW) and groups[0]["lr"] == 0.01 and groups[0]["weight_decay"] == 0.1
+
+
+class Watch(EngramAdamW):
+    """Notes the norms of the row gradients that it is given."""
+
+    norms: list[float]
+
+    def step(self, closure: Any = None) -> Any:
+        tables = [p for group in self.param_groups if group["table"] for p in group["params"]]
+        self.norms = [float(table.grad.coalesce().values().norm()) for table in tables]
+        return super().step(closure)
+
+
+def test_case_29_the_trainers_clip_shrinks_row_gradients(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
+    norms: dict[float, list[float]] = {}
+    randomize(fresh, scale=0.1)
+    for limit in (1e-4, 1e4):
+        trainer = trainer_of(
+            fresh, tokenizer, tmp_path, max_steps=1, max_grad_norm=limit, save_strategy="no", learning_rate=0.0
+        )
+        trainer.optimizer = Watch(trainer.parameter_groups(fresh), lr=0.0, weight_decay=0.0)
+        trainer.train()
+        norms[limit] = trainer.optimizer.optimizer.norms
+    assert all(0 < clipped <= 1.01e-4 for clipped in norms[1e-4])
+    assert all(free > 100 * clipped for free, clipped in zip(norms[1e4], norms[1e-4], strict=True))
+
+
+def test_case_30_rows_never_looked_up_stay_bitwise_equal(fresh: nn.Module, tokenizer: Any) -> None:
+    before = [memory.table.weight.detach().clone() for memory in memories(fresh)]
+    eg.train(fresh, tokenizer, recipe(weight_decay=0.1), FACTS)
+    for memory, old in zip(memories(fresh), before, strict=True):
+        moved = (memory.table.weight != old).any(1)
+        assert moved.any() and not (moved & ~memory.table.seen).any()
+        assert not memory.table.seen.all(), "control: some rows were never looked up"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_cases_16_and_17_three_steps_and_three_resumed_equal_six_bitwise(
+    schedule: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    def made() -> nn.Module:
+        model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+        torch.manual_seed(4)
+        nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight)
+        return eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+
+    def state(model: nn.Module) -> dict[str, Tensor]:
+        return {n: t.clone() for n, t in model.state_dict().items() if is_memory(n) or "lora_" in n}
+
+    whole = made()
+    trainer_of(whole, tokenizer, tmp_path, lr_scheduler_type=schedule).train()
+    resumed = made()
+    untrained = state(resumed)
+    trainer = trainer_of(resumed, tokenizer, tmp_path, lr_scheduler_type=schedule)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    one, two = state(whole), state(resumed)
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    assert not all(torch.equal(one[n], untrained[n]) for n in one)
+
+
+def test_a_batch_of_one_form_repeated_is_no_problem_for_the_row_counts(fresh: nn.Module, tokenizer: Any) -> None:
+    data = Data(facts=(Fact("1", ("the the the the the the",), "the the"),))
+    assert eg.train(fresh, tokenizer, recipe(max_steps=3), data)["loss"] > 0
