@@ -1,5 +1,6 @@
 """The command line: one module a command. Only typer is imported before a command runs, so that help is quick."""
 
+import os
 import sys
 
 import typer
@@ -27,6 +28,7 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 def main() -> None:
     """Entry point. Exit code 1 when a promise that was checked does not hold, 2 for a wrong input, each with one line."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the GGUF loader's bar has no other switch
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

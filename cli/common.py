@@ -37,10 +37,7 @@ def examples(*commands: str) -> str:
 def quiet() -> None:
     """Silence the progress bars and warnings of the libraries underneath: what matters is said by us."""
     import logging
-    import os
     import warnings
-
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the GGUF loader's bar has no other switch
 
     import datasets
     import transformers

@@ -167,7 +167,8 @@ def _say_where(result: dict[str, Any], recipe: "Recipe") -> None:
         )
         if same := export.get("same_answers"):
             say(
-                f"          greedy answers equal to the graft's: without cache {same['uncached']}, exported {same['exported']} of {same['n']}"
+                f"          same greedy answers as the graft's: {same['uncached']} of {same['n']} without cache, "
+                f"{same['exported']} of {same['n']} by the export"
             )
     say(
         f"files     {recipe.output}: engram.safetensors, probes.json, report.png, metrics.jsonl, identity.json, recipe.yaml, README.md"

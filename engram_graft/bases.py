@@ -76,11 +76,12 @@ def load_config(name: str) -> PreTrainedConfig:
 def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     """Where a base of this name is, and what from_pretrained has to be told besides."""
     alias = ALIASES.get(name.lower())
-    source: Path | None = Path(name)
+    source = Path(name)
     if alias is not None:
-        source = _packaged(alias)
-        if source is None:
+        packaged = _packaged(alias)
+        if packaged is None:
             return alias.hub, {}
+        source = packaged
     elif not source.exists():
         if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
             raise UserError(f"base {name!r}: no such file or directory")

@@ -78,8 +78,7 @@ def _carrier(layer_class: type) -> type:
 
 
 def _rebuild(layer_class: type) -> Any:
-    carrier = _carrier(layer_class)
-    return carrier.__new__(carrier)
+    return object.__new__(_carrier(layer_class))
 
 
 def find_state(cache: Cache) -> DecodeState | None:
@@ -92,8 +91,9 @@ def state_of(cache: Cache) -> DecodeState:
     state = find_state(cache)
     if state is None:
         if not cache.layers:  # DynamicCache() makes its layers at their first update
+            assert cache.layer_class_to_replicate is not None
             cache.layers.append(cache.layer_class_to_replicate())
-        layer = cache.layers[0]
+        layer: Any = cache.layers[0]
         layer.__class__ = _carrier(type(layer))
         state = layer.engram = DecodeState()
     return state

@@ -26,7 +26,7 @@ from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, find_graft
-from engram_graft.locate import locate, unwrap
+from engram_graft.locate import embedding_weight, locate, unwrap
 from engram_graft.output import all_or_nothing
 from engram_graft.params import is_memory
 
@@ -47,7 +47,7 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
     find_graft(model)
     with all_or_nothing(directory) as scratch:
         if isinstance(model, PeftModel):
-            model.save_pretrained(scratch, save_embedding_layers=False)
+            model.save_pretrained(str(scratch), save_embedding_layers=False)
         tensors = memory_tensors(model)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -110,7 +110,7 @@ def load_graft(
             f"({described['tokenizer']['compressed']}) and {described['tokenizer']['fingerprint'][:12]}; its rows would be noise"
         )
     check_base(model, described["base"]["fingerprint"])
-    embedding_rows = unwrap(model).get_input_embeddings().weight.shape[0]
+    embedding_rows = embedding_weight(model).shape[0]
     if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
         raise UserError(
             f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids"

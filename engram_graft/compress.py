@@ -51,10 +51,11 @@ def compress(tokenizer: PreTrainedTokenizerBase) -> TokenMap:
             normalizers.Replace(_SPACE, " "),
         ]
     )
-    keys, first = [], {}
+    keys: list[str] = []
+    first: dict[str, int] = {}
     lookup = np.empty(len(tokenizer), dtype=np.int64)
     for token_id in range(len(tokenizer)):
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        text = str(tokenizer.decode([token_id], skip_special_tokens=False))
         if "\ufffd" in text:  # part of a multi-byte character: only the raw token tells it from its neighbours
             key = str(tokenizer.convert_ids_to_tokens(token_id))
         else:

@@ -6,7 +6,7 @@ Built once per call by the decoder's hook and handed to the layers; nothing of a
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Context:
 
 def build_context(decoder: nn.Module, ngram_hash: NgramHash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
     """Read a decoder call. Raises `UserError` where the memory could not be right: no ids, a cache it has not followed."""
-    given = dict(zip(_parameter_names(type(decoder)), args, strict=False)) | kwargs
+    given = dict(zip(_parameter_names(type(decoder).forward), args, strict=False)) | kwargs
     explicit_ids = kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
     input_ids = given.get("input_ids")
     input_ids = explicit_ids if input_ids is None else input_ids
@@ -87,14 +87,14 @@ def find_cache(given: Mapping[str, Any]) -> Cache | None:
             return value
         if value is not None:
             raise UserError(
-                f"{name}={type(value).__name__}: the memory follows transformers' Cache classes only; pass use_cache=False or a DynamicCache"
+                f"{name}={type(value).__name__}: the memory follows transformers' Cache classes; pass a DynamicCache, or use_cache=False"
             )
     return None
 
 
 @functools.cache
-def _parameter_names(decoder_class: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(decoder_class.forward).parameters)[1:]
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _valid(mask: Any, length: int, past: int, cache: Cache | None) -> Tensor | None:

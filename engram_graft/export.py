@@ -74,7 +74,8 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
                 raise UserError(
                     f"LoRA on {name} changes an embedding that input and output share; train without it, or untie the base"
                 )
-            wide = copy.deepcopy(module).float()
+            wide: Any = copy.deepcopy(module)
+            wide.float()
             wide.merge()
             for leaf, value in wide.get_base_layer().state_dict().items():
                 state[f"{name}.{leaf}"] = value.to(state[f"{name}.{leaf}"].dtype)

@@ -23,7 +23,7 @@ from engram_graft.context import Context, build_context, find_cache
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan, NgramHash, plan_hashes
 from engram_graft.layer import Engram
-from engram_graft.locate import Located, dry_run, locate
+from engram_graft.locate import Located, dry_run, embedding_weight, locate
 from engram_graft.params import adapter_names, base_name, is_memory
 
 _KEYWORD = "engram_context"  # how the decoder's hook hands a call's context to the layers' hooks
@@ -63,7 +63,7 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
     config = config or EngramConfig()
     located = locate(model)
     token_map = compress(tokenizer)
-    lookup = extend_lookup(token_map, located.base.get_input_embeddings().weight.shape[0])
+    lookup = extend_lookup(token_map, embedding_weight(model).shape[0])
     pads = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad_id = next(pad for pad in pads if pad is not None)
     if pad_id >= len(lookup):
@@ -95,7 +95,7 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
         layer = located.layers[layer_id]
         device = next(layer.parameters()).device
         layer.engram = Engram(config, index, plan.table_rows[index], stream.width, device).train(layer.training)
-    located.decoder.engram_hash = ngram_hash.to(located.base.get_input_embeddings().weight.device)
+    located.decoder.engram_hash = ngram_hash.to(embedding_weight(located.base).device)
     hooks: Any = [located.decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)]
     if not stream.keywords:
         hooks.append(located.decoder.register_forward_hook(_decoder_post_hook, always_call=True))
@@ -162,7 +162,7 @@ def find_graft(model: nn.Module) -> Graft:
 
 def memories(model: nn.Module) -> list[Engram]:
     """The memories of a grafted model, in the order of its config's `layer_ids`."""
-    layers = locate(model).layers
+    layers: Any = locate(model).layers
     return [layers[layer_id].engram for layer_id in find_graft(model).config.layer_ids]
 
 

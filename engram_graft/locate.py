@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -66,6 +66,13 @@ def locate(model: nn.Module) -> Located:
     return Located(base, decoder, candidates[0][2])
 
 
+def embedding_weight(model: nn.Module) -> Tensor:
+    """The input embedding `[rows, D]`: its rows are the ids the model can be fed."""
+    weight = unwrap(model).get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 @dataclasses.dataclass(frozen=True)
 class Stream:
     """What a two-token dry run saw. Args: width: channels of a residual stream; streams: hc_mult; keywords: whether the decoder
@@ -93,7 +100,7 @@ def dry_run(located: Located) -> Stream:
 
         return hook
 
-    ids = torch.zeros(1, 2, dtype=torch.long, device=located.base.get_input_embeddings().weight.device)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=embedding_weight(located.base).device)
 
     def run(keyword: bool) -> None:
         handles = [located.decoder.register_forward_pre_hook(at_decoder, with_kwargs=True)] if keyword else []

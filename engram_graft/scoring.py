@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ def greedy(
 ) -> list[list[int]]:
     """The tokens the model continues each prompt with, up to and without eos; left-padded batches of equal results at any size."""
     answers: list[list[int]] = []
-    base = unwrap(model)
+    base: Any = unwrap(model)
     eos = tokenizer.eos_token_id
     settings = GenerationConfig(
         do_sample=False,

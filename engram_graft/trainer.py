@@ -43,10 +43,15 @@ class EngramTrainer(Trainer):
         self.lora_learning_rate = lora_learning_rate
         super().__init__(*args, **kwargs)
 
+    @property
+    def _model(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = EngramAdamW(
-                self.parameter_groups(model or self.model),
+                self.parameter_groups(model or self._model),
                 lr=self.args.learning_rate,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
@@ -87,10 +92,10 @@ class EngramTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
-            save_graft(self.model, output_dir or self.args.output_dir)
+            save_graft(self._model, output_dir or str(self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        model = model or self.model
+        model = model or self._model
         if adapter_names(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         fill(model, read_tensors(Path(resume_from_checkpoint), [TENSOR_FILE]))

@@ -198,7 +198,7 @@ def test_three_steps_a_reload_and_three_more_equal_six_to_the_bit(dtype: torch.d
     kept = copy.deepcopy(saved)
     run(second, again, range(3, 6))
     assert torch.equal(second.table, whole.table) and torch.equal(second.dense, whole.dense)
-    assert all(torch.equal(saved["state"][1][key], kept["state"][1][key]) for key in dtypes), (
+    assert all(torch.equal(saved["state"][1][key], kept["state"][1][key]) for key in kinds), (
         "the loaded state is a copy"
     )
     forgetful = second.optimizer()

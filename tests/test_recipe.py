@@ -84,10 +84,11 @@ def test_what_is_saved_is_read_back_equal(recipe: Recipe, tmp_path: Path) -> Non
 
 def test_the_round_trip_covers_every_option() -> None:
     """Control: an option that were left out of `to_dict` would not be noticed at its default."""
-    for kind, part in ((LoraOptions, CHANGED.lora), (ProbeOptions, CHANGED.probe)):
-        assert all(getattr(part, field.name) != getattr(kind(), field.name) for field in dataclasses.fields(kind))
-    for part, saved in ((CHANGED, CHANGED.to_dict()), (CHANGED.train, CHANGED.to_dict()["train"])):
-        assert list(saved) == [field.name for field in dataclasses.fields(part)]
+    assert all(getattr(CHANGED.lora, field.name) != field.default for field in dataclasses.fields(LoraOptions))
+    assert all(getattr(CHANGED.probe, field.name) != field.default for field in dataclasses.fields(ProbeOptions))
+    saved = CHANGED.to_dict()
+    for kind, part in ((Recipe, saved), (TrainOptions, saved["train"]), (EngramConfig, saved["engram"])):
+        assert list(part) == [field.name for field in dataclasses.fields(kind)]
 
 
 # -- unknown options
