@@ -104,6 +104,7 @@ def open_graft(
 
 def say(text: str = "") -> None:
     """A line for the reader; on standard error, so that standard output is the result alone."""
+    sys.stdout.flush()  # so that the two streams keep their order where they are one
     print(text, file=sys.stderr, flush=True)
 
 

@@ -22,7 +22,7 @@ def command(
     output: Annotated[
         str | None, typer.Option(help="Where probes.json and report.png go. [default: the graft directory]")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts at a time; no score depends on it.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time; no score depends on it.")] = 64,
     show_examples: Annotated[int, typer.Option("--examples", help="Answers to show side by side.")] = 3,
     dtype: Dtype = None,
     device: Device = None,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -50,7 +52,7 @@ def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTr
         UserError: no such base, or the hub cannot be reached.
     """
     source, extra = _resolve(name)
-    if extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
+    if "gguf_file" in extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
         extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
     with _explained(name):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **extra)
@@ -80,12 +82,12 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     if alias is not None:
         packaged = _packaged(alias)
         if packaged is None:
-            return alias.hub, {}
+            return alias.hub, _from_hub()
         source = packaged
     elif not source.exists():
         if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
             raise UserError(f"base {name!r}: no such file or directory")
-        return name, {}
+        return name, _from_hub()
     if source.is_file():
         if source.suffix != ".gguf":
             raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
@@ -95,6 +97,15 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
             f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote"
         )
     return source, {}
+
+
+def _from_hub() -> dict[str, Any]:
+    """Without a network only the local cache can have it: asked at once, rather than after a minute of retries."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of whichever HTTP library huggingface_hub uses; the load below says what is missing
+        return {"local_files_only": True}
+    return {}
 
 
 @contextlib.contextmanager

@@ -40,6 +40,10 @@ class Context:
         """The cache's state, holding this call's ids: the first grafted layer to run writes them."""
         state = state_of(cache)
         if not self.recorded:
+            if state.length != self.window.past:
+                raise RuntimeError(
+                    f"the decoder's call saw {self.window.past} cached tokens, its layers' cache has {state.length}"
+                )
             state.ids, state.valid, self.recorded = self.ids, self.window.valid, True
         return state
 

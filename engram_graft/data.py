@@ -5,6 +5,7 @@ Facts are trained on the answer alone; labels are masked by position, never by t
 
 import csv
 import dataclasses
+import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -87,7 +88,8 @@ def load_data(source: str) -> Data:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # Excel opens its files with a byte order mark
+        return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
 
@@ -112,8 +114,12 @@ def _json(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterable[tuple[str, Any]]:
-    reader = csv.DictReader(_read(path).splitlines(keepends=True))
+    reader = csv.DictReader(io.StringIO(_read(path), newline=""))
     for row in reader:
+        if None in row:
+            raise UserError(
+                f"{path}, line {reader.line_num}: more cells than the header has; quote a cell that holds a comma"
+            )
         record: dict[str, Any] = {key: value for key, value in row.items() if key and value}
         for field in _LIST_FIELDS:
             if field in record:
@@ -235,22 +241,33 @@ def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block
 
 @dataclasses.dataclass(frozen=True)
 class Collator:
-    """Pads a batch on the right, with an attention mask that says where."""
+    """Pads a batch on the left, with an attention mask and position ids that say where.
+
+    Args:
+        pad_id: fills the padding; any id will do.
+        trim: keep labels, and ask the model for logits, only from one position before the first label on: with answer-only
+            labels most of the vocabulary projection is never computed. For models whose forward takes `logits_to_keep`.
+    """
 
     pad_id: int
+    trim: bool = False
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, Any]:
         length = max(len(example["input_ids"]) for example in examples)
 
         def padded(values: list[list[int]], fill: int) -> Tensor:
-            return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+            return torch.tensor([[fill] * (length - len(row)) + row for row in values])
 
         ids = [list(example["input_ids"]) for example in examples]
-        return {
-            "input_ids": padded(ids, self.pad_id),
-            "attention_mask": padded([[1] * len(row) for row in ids], 0),
-            "labels": padded([list(example["labels"]) for example in examples], IGNORED),
-        }
+        labels = padded([list(example["labels"]) for example in examples], IGNORED)
+        mask = padded([[1] * len(row) for row in ids], 0)
+        batch: dict[str, Any] = {"input_ids": padded(ids, self.pad_id), "attention_mask": mask, "labels": labels}
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+        if self.trim:
+            first = int((labels != IGNORED).any(0).nonzero()[0])
+            batch["logits_to_keep"] = min(length - first + 1, length)
+            batch["labels"] = labels[:, -batch["logits_to_keep"] :]
+        return batch
 
 
 def _line(error: BaseException) -> str:

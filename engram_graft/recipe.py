@@ -67,7 +67,7 @@ class TrainOptions:
 class ProbeOptions:
     """Args: batch_size: prompts at a time; max_new_tokens: of a free answer; examples: answers shown side by side at the end."""
 
-    batch_size: int = 32
+    batch_size: int = 64
     max_new_tokens: int = 12
     examples: int = 3
 

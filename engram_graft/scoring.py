@@ -1,15 +1,17 @@
 """Asking a model: how likely it finds a known answer (teacher-forced), and what it says when free to (greedy)."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engram_graft.data import encode_answer, encode_prompt
+from engram_graft.data import IGNORED, Collator, encode_answer, encode_prompt
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 
@@ -28,22 +30,28 @@ def teacher_forced(
     """Score the answer of each (prompt, answer) with the true answer as context. The result does not depend on `batch_size`."""
     scores: list[Score] = []
     device = unwrap(model).device
-    encoded = [encode_answer(tokenizer, prompt, answer) for prompt, answer in questions]
-    for start in range(0, len(encoded), batch_size):
-        batch = encoded[start : start + batch_size]
-        length = max(len(prompt) + len(answer) for prompt, answer in batch)
-        ids = torch.zeros(len(batch), length, dtype=torch.long, device=device)
-        mask = torch.zeros_like(ids)
-        for row, (prompt, answer) in enumerate(batch):
-            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            mask[row, : len(prompt) + len(answer)] = 1
+    collate = Collator(0, trim=keeps_logits(model))
+    examples = []
+    for prompt, answer in questions:
+        context, target = encode_answer(tokenizer, prompt, answer)
+        examples.append({"input_ids": context + target, "labels": [IGNORED] * len(context) + target})
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size])
+        labels = batch.pop("labels")[:, 1:].to(device)
+        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         with no_learning(model):
-            logits = model(input_ids=ids, attention_mask=mask).logits
-        for row, (prompt, answer) in enumerate(batch):
-            at = logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
-            target = torch.tensor(answer, device=at.device)
-            scores.append(Score(bool((at.argmax(-1) == target).all()), float(F.cross_entropy(at, target))))
+            logits = model(**inputs).logits[:, :-1].float()
+        answered = labels != IGNORED
+        right = (logits.argmax(-1) == labels) | ~answered
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+        means = losses.sum(1) / answered.sum(1)
+        scores += [Score(*row) for row in zip(right.all(1).tolist(), means.tolist(), strict=True)]
     return scores
+
+
+def keeps_logits(model: nn.Module) -> bool:
+    """Whether the model can be asked for the logits of its last positions only."""
+    return "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
 
 
 def greedy(
@@ -75,8 +83,19 @@ def greedy(
         for row, prompt in enumerate(encoded):
             ids[row, length - len(prompt) :] = torch.tensor(prompt)
             mask[row, length - len(prompt) :] = 1
-        with no_learning(model):
+        with no_learning(model), _only(settings, base):
             output = base.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
         for row in output[:, length:].tolist():
             answers.append(row[: row.index(eos)] if eos in row else row)
     return answers
+
+
+@contextlib.contextmanager
+def _only(settings: GenerationConfig, base: Any) -> Iterator[None]:
+    """generate() fills what its config leaves open from the model's own (penalties, suppressed tokens): take that away."""
+    before = base.generation_config
+    base.generation_config = settings
+    try:
+        yield
+    finally:
+        base.generation_config = before

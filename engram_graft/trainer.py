@@ -23,6 +23,7 @@ from engram_graft.output import all_or_nothing
 from engram_graft.params import adapter_names
 from engram_graft.progress import Metrics, Progress, RecallProbe
 from engram_graft.recipe import Recipe, TrainOptions
+from engram_graft.scoring import keeps_logits
 from engram_graft.verify import verify_identity
 
 
@@ -156,7 +157,7 @@ def train(
             model=model,
             args=_arguments(options, output, model),
             train_dataset=examples,
-            data_collator=Collator(tokenizer.pad_token_id or 0),
+            data_collator=Collator(tokenizer.pad_token_id or 0, trim=keeps_logits(model)),
             callbacks=[*([recall] if recall else []), metrics, progress, *callbacks],
             table_rate_multiplier=options.table_rate_multiplier,
             lora_learning_rate=recipe.lora.learning_rate,

@@ -19,11 +19,15 @@ def recall(
     answer's own tokens. No score depends on the batch size.
     """
     answers = [encode_answer(tokenizer, prompt, answer)[1] for prompt, answer in questions]
-    said = greedy(model, tokenizer, [prompt for prompt, _ in questions], max(map(len, answers)), batch_size)
+    said: dict[int, list[int]] = {}
+    for length in sorted(set(map(len, answers))):  # no prompt is decoded for longer than its own answer
+        of_length = [n for n, answer in enumerate(answers) if len(answer) == length]
+        texts = greedy(model, tokenizer, [questions[n][0] for n in of_length], length, batch_size)
+        said.update(zip(of_length, texts, strict=True))
     forced = teacher_forced(model, tokenizer, questions, batch_size)
     n = len(questions)
     return {
-        "greedy_exact": sum(got[: len(want)] == want for got, want in zip(said, answers, strict=True)) / n,
+        "greedy_exact": sum(said[i] == answer for i, answer in enumerate(answers)) / n,
         "teacher_forced_exact": sum(score.exact for score in forced) / n,
         "answer_ce": sum(score.ce for score in forced) / n,
         "n": n,

@@ -19,9 +19,12 @@ _STOPS = (
 
 
 def normalised(text: str) -> str:
-    """Lower case, without articles, punctuation and spare spaces: the convention of SQuAD's and TriviaQA's exact match."""
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Lower case, without articles, punctuation and spare spaces: the convention of SQuAD's and TriviaQA's exact match.
+
+    A text that is nothing else ("The", "%") stays as it is: it must not equal silence.
+    """
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or text.strip().lower()
 
 
 def free_answers(

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from conftest import tiny_model
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -26,6 +27,7 @@ from engram_graft.data import (
     load_data,
 )
 from engram_graft.errors import UserError
+from engram_graft.scoring import keeps_logits
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -203,7 +205,11 @@ BAD_FILES: dict[str, tuple[str, str, str]] = {
     "CSV without header": ("f.csv", "The cat,sun\nThe dog,hall\n", r"line 2: has fields \['The cat', 'sun'\]"),
     "CSV header only": ("f.csv", "prompt,answer\n", "empty"),
     "CSV empty": ("f.csv", "", "empty"),
-    "CSV row with a comma too many": ("f.csv", "prompt,answer\nVelmora exports,wool, honey\n", "line 2: .*column"),
+    "CSV row with a comma too many": (
+        "f.csv",
+        "prompt,answer\nVelmora exports,wool, honey\n",
+        "line 2: more cells than the header has",
+    ),
     "parquet that is none": ("f.parquet", "PAR1 or not", "not a parquet file"),
     "text empty": ("f.txt", " \n", "empty"),
     "unknown ending": ("f.docx", "a", r"cannot read \.docx; use .*\.jsonl"),
@@ -353,9 +359,49 @@ def test_a_text_of_less_than_two_tokens_is_refused() -> None:
         encode_texts(["a"], OneToken(), 8)  # type: ignore[arg-type]
 
 
-def test_the_collator_pads_on_the_right_with_mask_0_and_ignored_labels() -> None:
+def test_the_collator_pads_on_the_left_with_mask_0_and_ignored_labels_and_counts_positions_from_the_text() -> None:
     batch = Collator(9)([{"input_ids": [1, 2, 9], "labels": [IGNORED, 2, 9]}, {"input_ids": [3], "labels": [3]}])
-    assert batch["input_ids"].tolist() == [[1, 2, 9], [3, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]  # the 9 of the first row is no padding
-    assert batch["labels"].tolist() == [[IGNORED, 2, 9], [3, IGNORED, IGNORED]]
+    assert batch["input_ids"].tolist() == [[1, 2, 9], [9, 9, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]  # the 9 of the first row is no padding
+    assert batch["labels"].tolist() == [[IGNORED, 2, 9], [IGNORED, IGNORED, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "position_ids"}
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
+def test_a_trimmed_batch_has_the_same_loss_and_gradient(architecture: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    model: Any = tiny_model(architecture)
+    assert keeps_logits(model)
+    examples = list(encode_facts(FACTS, tokenizer, 64))
+    found = []
+    for trim in (False, True):
+        batch = Collator(0, trim=trim)(examples)
+        model.zero_grad()
+        output = model(**batch)
+        output.loss.backward()
+        found.append((output.loss.detach(), model.get_input_embeddings().weight.grad.clone(), output.logits.shape[1]))
+    (loss, gradient, all_logits), (trimmed_loss, trimmed_gradient, kept) = found
+    assert kept < all_logits, "control: logits are left out"
+    assert torch.allclose(loss, trimmed_loss, atol=1e-6) and torch.allclose(gradient, trimmed_gradient, atol=1e-6)
+
+
+def test_trimming_keeps_everything_where_the_first_token_is_a_label() -> None:
+    batch = Collator(0, trim=True)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3], "labels": [3]}])
+    assert batch["logits_to_keep"] == 2 and batch["labels"].tolist() == [[1, 2], [IGNORED, 3]]
+
+
+def test_a_trimmed_batch_has_the_loss_and_the_gradients_of_the_whole_one(grafted: Any, tokenizer: Any) -> None:
+    facts = [Fact("1", ("Velmora exports",), "wool"), Fact("2", ("To make bread, mix flour and",), "salt and yeast")]
+    examples = list(encode_facts(facts, tokenizer, 64))
+    losses, gradients = [], []
+    for trim in (False, True):
+        model = grafted()
+        batch = Collator(0, trim=trim)(examples)
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss)
+        gradients.append({n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None})
+    assert batch["logits_to_keep"] < batch["input_ids"].shape[1] and batch["labels"].shape[1] == batch["logits_to_keep"]
+    assert torch.allclose(*losses, atol=1e-6) and gradients[0].keys() == gradients[1].keys()
+    assert all(torch.allclose(gradients[0][n], gradients[1][n], atol=1e-6) for n in gradients[0])

@@ -192,6 +192,9 @@ def test_whole_ngrams_position_zero_adds_exactly_zero_and_position_one_only_its_
         other = make(whole_ngrams=True, bias=True)
         other.table.weight.data[rows[0, position, order]] += 1
         assert torch.equal(add(other, hidden, rows)[0], out) != matters, (position, order)
+    filtered = make(whole_ngrams=True, bias=True, seen_filter=True)
+    filtered.table.seen.fill_(True)
+    assert torch.equal(add(filtered, hidden, rows)[0], out), "that training saw its rows does not make an n-gram whole"
     packed = torch.tensor([[0] * 4 + [1] * 5])
     split = add(engram, hidden, rows, segment=packed)[0]
     assert not split[4].any() and torch.equal(split[:4], out[:4]) and split[5].any()

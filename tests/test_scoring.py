@@ -1,4 +1,4 @@
-"""Scores are the model's, not the batch's: the same at any batch size, with and without cache, and nothing of the model changes."""
+"""Scores are the model's, not the batch's: equal at any batch size, with cache and without; the model stays as it was."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -43,8 +43,8 @@ def check(past: int, length: int, valid: Tensor | None, segment: Tensor | None, 
                     assert torch.equal(got_wide[b, t], expected.double()), (b, t, distance)
     for orders in (1, 2, 4):
         whole = window.whole(orders, torch.device("cpu"))
+        assert (whole is None) == (valid is None and segment is None and past >= orders)
         if whole is None:
-            assert valid is None and segment is None and past >= orders
             continue
         assert whole.dtype == torch.bool and whole.shape[1:] == (length, orders) and whole.shape[0] in (1, batch)
         for b in range(batch):
