@@ -115,7 +115,10 @@ class Engram(nn.Module):
     def gate(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """How far each stream lets its look-up in: `[B, T, G, 1]` in (0, 1), from `[B, T, E]` and `[B, T, G, D]`."""
         width = hidden.shape[-1:]
-        keys = self.key_proj(embeddings).unflatten(-1, self.key_norm.shape)
+        # one product a stream, as the demo has it: fused, they round otherwise, and the root's slope at 0 shows it
+        weights, bias = self.key_proj.weight.unflatten(0, self.key_norm.shape), self.key_proj.bias
+        biases = [None] * len(weights) if bias is None else bias.unflatten(0, self.key_norm.shape)
+        keys = torch.stack([F.linear(embeddings, w, b) for w, b in zip(weights, biases, strict=True)], -2)
         keys = F.rms_norm(keys, width, eps=GATE_EPS) * self.key_norm
         query = F.rms_norm(hidden, width, eps=GATE_EPS) * self.query_norm
         score = (keys * query).sum(-1, keepdim=True) / math.sqrt(width[0])

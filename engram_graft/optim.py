@@ -24,18 +24,24 @@ class EngramAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         param_group.setdefault("table", False)
-        if param_group["table"] and param_group.get("weight_decay", self.defaults["weight_decay"]) != 0:
-            raise ValueError(
-                f"weight_decay={param_group.get('weight_decay')} on a table: rows must only move when looked up, use 0"
-            )
+        decay = param_group.get("weight_decay", self.defaults["weight_decay"])
+        if param_group["table"] and decay != 0:
+            raise ValueError(f"weight_decay={decay} on a table: rows must only move when looked up, use 0")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
-        try:  # AdamW's own step sees only the dense groups
+        # AdamW's own step, without the wrapper that would run this optimizer's step hooks a second time
+        dense_step = torch.optim.AdamW.step
+        dense_step = dense_step.__wrapped__ if getattr(dense_step, "hooked", False) else dense_step
+        try:  # it sees only the dense groups
             self.param_groups = [group for group in groups if not group["table"]]
-            loss: float | None = super().step(closure)
+            dense_step(self)
         finally:
             self.param_groups = groups
         for group in groups:

@@ -19,7 +19,9 @@ class Window:
     """
 
     def __init__(self, past: int, length: int, valid: Tensor | None = None, segment: Tensor | None = None):
-        self.past, self.length, self.valid, self.segment = past, length, valid, segment
+        self.past, self.length, self.valid = past, length, valid
+        # counted anew, so that two documents with one number are still two
+        self.segment = None if segment is None else segment.diff(dim=1, prepend=segment[:, :1]).ne(0).cumsum(1)
         self._columns: dict[int, Tensor] = {}
 
     def back(self, x: Tensor, distance: int, fill: Tensor | float) -> Tensor:

@@ -374,7 +374,7 @@ def test_a_trimmed_batch_has_the_same_loss_and_gradient(architecture: str, token
     model: Any = tiny_model(architecture)
     assert keeps_logits(model)
     examples = list(encode_facts(FACTS, tokenizer, 64))
-    found = []
+    found: list[Any] = []
     for trim in (False, True):
         batch = Collator(0, trim=trim)(examples)
         model.zero_grad()

@@ -140,15 +140,27 @@ def test_the_filter_is_off_and_rows_are_marked_only_while_learning(train: bool, 
         assert torch.equal(add(engram.eval(), hidden, rows), expected)
 
 
-def test_only_allowed_ngrams_are_marked_seen() -> None:
+def test_only_allowed_ngrams_are_marked_seen_and_get_a_gradient() -> None:
     engram = make(whole_ngrams=True, seen_filter=True).train()
     hidden, rows = draw(engram, batch=1)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     valid[0, [0, 7]] = False  # a left pad and a hole: the text is 1..6, 8
-    add(engram, hidden, rows, valid=valid)
+    out = add(engram, hidden, rows, valid=valid)
+    out.square().sum().backward()
     marked = [rows[0, 2, :2], *rows[0, 3:7], rows[0, 8]]
     expected = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, torch.cat(marked), True)
     assert torch.equal(engram.table.seen, expected)
+    touched = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, engram.table.weight.grad.coalesce().indices()[0], True)
+    assert torch.equal(touched, expected), "a row that is not learned gets no gradient, not even a zero"
+    assert torch.equal(add(engram.eval(), hidden, rows, valid=valid), out), "and inference reads what learning read"
+
+
+def test_a_text_without_any_whole_ngram_can_be_learned_from_and_moves_nothing() -> None:
+    engram = make(whole_ngrams=True, seen_filter=True)
+    before = engram.table.weight.detach().clone()
+    hidden, rows = draw(engram)
+    out = step(engram, hidden[:, :1], rows[:, :1])
+    assert not out.any() and not engram.table.seen.any() and torch.equal(engram.table.weight, before)
 
 
 def test_padding_adds_exactly_zero_and_its_rows_do_not_matter() -> None:
@@ -192,6 +204,8 @@ def test_whole_ngrams_position_zero_adds_exactly_zero_and_position_one_only_its_
         other = make(whole_ngrams=True, bias=True)
         other.table.weight.data[rows[0, position, order]] += 1
         assert torch.equal(add(other, hidden, rows)[0], out) != matters, (position, order)
+    assert torch.equal(add(engram.train(), hidden, rows)[0], out), "learning is no exception"
+    engram.eval()
     filtered = make(whole_ngrams=True, bias=True, seen_filter=True)
     filtered.table.seen.fill_(True)
     assert torch.equal(add(filtered, hidden, rows)[0], out), "that training saw its rows does not make an n-gram whole"
