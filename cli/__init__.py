@@ -2,17 +2,21 @@
 
 import os
 import sys
+import traceback
+from typing import Any
 
 import typer
-from engram_graft.cli import export, generate, inspect, probe, train, verify
 
+from engram_graft.cli import export, generate, inspect, probe, train, verify
 from engram_graft.errors import PromiseError, UserError
+
+_UsageError: Any = typer.BadParameter.__bases__[0]  # an unknown option, a missing argument, a value of the wrong type
 
 app = typer.Typer(
     name="engram-graft",
     help="Conditional memory for any pretrained Hugging Face causal language model, without pretraining.",
     epilog=train.HELP_END,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -22,8 +26,9 @@ for module in (train, verify, probe, export, generate, inspect):
 
 
 @app.callback()
-def options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
-    pass
+def options(context: typer.Context, debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
@@ -33,12 +38,13 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     try:
-        app()
-    except (UserError, PromiseError) as error:
+        sys.exit(app(standalone_mode=False) or 0)
+    except (UserError, PromiseError, _UsageError) as error:
         if debug:
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-    except KeyboardInterrupt:
+            traceback.print_exc()
+        message = error.format_message() if isinstance(error, _UsageError) else str(error)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, PromiseError) else 2)
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)

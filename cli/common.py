@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from engram_graft.recipe import Recipe
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-Device = Annotated[
-    str | None, typer.Option(help="Where to run, e.g. cpu or cuda:0. [default: cuda if there is one, else cpu]")
-]
+Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cpu or cuda:0. [default: cuda if there is one, else cpu]")]
 Dtype = Annotated[str | None, typer.Option(help="The base's dtype: float32, bfloat16 or float16. [default: float32]")]
 
 
@@ -87,14 +85,10 @@ def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, Pr
     try:
         return get_peft_model(model, options), tokenizer
     except ValueError as error:
-        raise UserError(
-            f"lora.target_modules={list(recipe.lora.target_modules)}: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"lora.target_modules={list(recipe.lora.target_modules)}: {str(error).splitlines()[0]}") from error
 
 
-def open_graft(
-    directory: str, device: str | None, dtype: str | None = None
-) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
+def open_graft(directory: str, device: str | None, dtype: str | None = None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
     """A graft or merged directory, loaded."""
     from engram_graft.checkpoint import load_graft
 

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import typer
+
 from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
 
 HELP_END = examples(
@@ -29,9 +30,7 @@ def command(
         emit(report)
         return
     print(f"written   {output}: {report['bytes'] / 1e6:.0f} MB")
-    print(
-        f"reloaded  every tensor bit for bit; max logit difference to the unmerged model {report['max_difference']:.2g}"
-    )
+    print(f"reloaded  every tensor bit for bit; max logit difference to the unmerged model {report['max_difference']:.2g}")
     print(f"flips     {report['flips']} of {report['positions']} positions have another most likely token")
     print(
         f'load      engram_graft.load_graft("{output}"); AutoModelForCausalLM opens it as the base with LoRA merged, without memory'

@@ -3,8 +3,8 @@
 from typing import Annotated
 
 import typer
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
 
+from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -33,9 +33,7 @@ def command(
     model, tokenizer = open_graft(directory, device, dtype)
 
     def answers() -> list[str]:
-        return [
-            tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)
-        ]
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)]
 
     grafted = answers()
     with disable_graft(model, lora=True):

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engram_graft.cli.common import Json, emit, examples, parse_layers, quiet
 
+from engram_graft.cli.common import Json, emit, examples, parse_layers, quiet
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -28,9 +28,7 @@ def command(
     from engram_graft.checkpoint import CONFIG_FILE
 
     report = (
-        _graft(Path(source))
-        if (Path(source) / CONFIG_FILE).is_file()
-        else _base(source, parse_layers(layers), setting or [])
+        _graft(Path(source)) if (Path(source) / CONFIG_FILE).is_file() else _base(source, parse_layers(layers), setting or [])
     )
     if json:
         emit(report)
@@ -50,10 +48,7 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
         table.add_column(column.replace("_", " "), justify="right")
     for layer in layers:
         table.add_row(
-            *(
-                f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v)
-                for v in layer.values()
-            )
+            *(f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v) for v in layer.values())
         )
     Console().print(table)
 
@@ -102,16 +97,14 @@ def _vocabulary(ids: int, compressed: int) -> dict[str, Any]:
 def _graft(directory: Path) -> dict[str, Any]:
     import torch
 
-    from engram_graft.checkpoint import ADAPTER_FILE, read_config, read_tensors
+    from engram_graft.checkpoint import read_graft
 
-    described = read_config(directory)
-    config = described["config"]
-    tensors = read_tensors(directory, [name for name in described["files"] if name != ADAPTER_FILE])
-    heads, rows = config["n_head_per_ngram"], []
-    for index, layer in enumerate(config["layer_ids"]):
-        seen, primes = tensors[f"layers.{layer}.table.seen"], tensors["hash.primes"][index].tolist()
+    described, config, tensors, plan = read_graft(directory)
+    heads, rows = config.n_head_per_ngram, []
+    for index, layer in enumerate(config.layer_ids):
+        seen, primes = tensors[f"layers.{layer}.table.seen"], plan.primes[index].tolist()
         filled = [float(part.float().mean()) for part in torch.split(seen, primes)]
-        for order in range(2, config["max_ngram_size"] + 1):
+        for order in range(2, config.max_ngram_size + 1):
             shares = filled[(order - 2) * heads : (order - 1) * heads]
             rows.append(
                 {
@@ -119,10 +112,7 @@ def _graft(directory: Path) -> dict[str, Any]:
                     "order": order,
                     "rows": sum(primes[(order - 2) * heads : (order - 1) * heads]),
                     "seen_rows": round(
-                        sum(
-                            s * p
-                            for s, p in zip(shares, primes[(order - 2) * heads : (order - 1) * heads], strict=True)
-                        )
+                        sum(s * p for s, p in zip(shares, primes[(order - 2) * heads : (order - 1) * heads], strict=True))
                     ),
                     "coverage_min": min(shares),
                     "coverage_max": max(shares),

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet, say
 
+from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet, say
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -16,9 +16,7 @@ HELP_END = examples(
 
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory.")],
-    data: Annotated[
-        str | None, typer.Option(help="Facts or text to probe. [default: what the graft was trained on]")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="Facts or text to probe. [default: what the graft was trained on]")] = None,
     output: Annotated[
         str | None, typer.Option(help="Where probes.json and report.png go. [default: the graft directory]")
     ] = None,
@@ -53,19 +51,17 @@ def trained_on(directory: str) -> Any:
     return load_data(recipe.data).with_forms(recipe.train.forms)
 
 
-def probe_into(
-    model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]
-) -> dict[str, Any]:
+def probe_into(model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]) -> dict[str, Any]:
     """Run the probes and write probes.json, report.png and the model card's numbers; results that are there already are kept."""
     import json
 
-    from engram_graft.probes.plot import plot
-    from engram_graft.probes.suite import run_probes
     from rich.console import Console
 
     from engram_graft.card import model_card
     from engram_graft.checkpoint import CONFIG_FILE
     from engram_graft.output import all_or_nothing
+    from engram_graft.probes.plot import plot
+    from engram_graft.probes.suite import run_probes
 
     before = json.loads(path.read_text()) if (path := output / "probes.json").is_file() else {}
     kept = {key: before[key] for key in ("identity", "decoding") if key in before}
@@ -108,9 +104,7 @@ def show(report: dict[str, Any], examples: int) -> None:
         table.add_row(*cells)
     console.print(table)
     if facts:
-        say(
-            "          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right"
-        )
+        say("          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right")
         say(
             "          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical"
         )

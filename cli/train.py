@@ -1,10 +1,11 @@
 """`engram-graft train`: check identity, train memory and LoRA, check decoding, probe, save; optionally export."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, quiet, say
 
+from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, quiet, say
 from engram_graft.errors import PromiseError, UserError
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="Facts (.jsonl .json .csv .parquet), text (file or folder), or a hub dataset.")
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Decoder layers that get a memory, counted from 0. [default: 2,6]")
-    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers that get a memory, counted from 0. [default: 2,6]")] = None,
     output: Annotated[str | None, typer.Option(help="Directory to make; must not exist or be empty.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. [default: 100]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples a step. [default: 32]")] = None,
@@ -76,15 +75,18 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
     if recipe.output is None:
         raise UserError("no output directory: pass --output, e.g. --output runs/mine, or set output in the recipe")
     from engram_graft.data import load_data
-    from engram_graft.output import new_directory
+    from engram_graft.output import new_directory, require_free
 
     quiet()
     if recipe.data is None:
         raise UserError("no training data: pass --data, a file of facts or text, or set data in the recipe")
     data = load_data(recipe.data).with_forms(recipe.train.forms)
+    if recipe.merged is not None:
+        require_free(recipe.merged)
+        if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
+            raise UserError(f"merged={recipe.merged}: is the output directory; the merged model needs one of its own")
     with new_directory(recipe.output) as output:
         import engram_graft as eg
-        from engram_graft.export import export_merged
         from engram_graft.verify import verify_decoding
 
         say(f"base      {recipe.base} in {recipe.dtype}, from {recipe.data} {_amount(data)}")
@@ -111,13 +113,16 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
             result["probes"] = probe_into(
                 model, tokenizer, data, recipe.probe, output, {"identity": identity, "decoding": decoding}
             )
-        if recipe.merged:
-            result["export"] = export_merged(model, tokenizer, recipe.merged)
-            if data.facts:
-                result["export"]["same_answers"] = _same_answers(model, recipe.merged, data, recipe)
-        if probe and not quietly:
-            show(result["probes"], recipe.probe.examples)
-        _say_where(result, recipe)
+    # the graft is whole by now: a failed export leaves it so
+    if recipe.merged:
+        from engram_graft.export import export_merged
+
+        result["export"] = export_merged(model, tokenizer, recipe.merged)
+        if data.facts:
+            result["export"]["same_answers"] = _same_answers(model, recipe.merged, data, recipe)
+    if probe and not quietly:
+        show(result["probes"], recipe.probe.examples)
+    _say_where(result, recipe)
     return result
 
 

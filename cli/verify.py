@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, open_graft, parse_layers, quiet
 
+from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, open_graft, parse_layers, quiet
 from engram_graft.errors import PromiseError, UserError
 
 HELP_END = examples("engram-graft verify --base smollm2 --layers 2,6", "engram-graft verify runs/demo")
 
 
 def command(
-    directory: Annotated[
-        str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")
-    ] = None,
+    directory: Annotated[str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")] = None,
+    base: Annotated[str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")] = None,
     layers: Annotated[str, typer.Option(help="Layers of the fresh graft, counted from 0.")] = "2,6",
     lora_rank: Annotated[int, typer.Option(help="Of LoRA beside the fresh graft; 0 for none.")] = 8,
     dtype: Dtype = None,
@@ -37,9 +33,7 @@ def command(
     if json:
         emit(report)
     if not report["ok"]:
-        raise PromiseError(
-            "a promise does not hold: see the lines marked FAIL" if not json else "a promise does not hold"
-        )
+        raise PromiseError("a promise does not hold: see the lines marked FAIL" if not json else "a promise does not hold")
 
 
 def _line(ok: bool, text: str, quietly: bool) -> None:
@@ -47,9 +41,12 @@ def _line(ok: bool, text: str, quietly: bool) -> None:
         print(f"{'ok  ' if ok else 'FAIL'}  {text}", flush=True)
 
 
-def _fresh(
-    base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool
-) -> dict[str, Any]:
+def _skipped(text: str, quietly: bool) -> None:
+    if not quietly:
+        print(f"--    not checked: {text}", flush=True)
+
+
+def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
     import engram_graft as eg
     from engram_graft.recipe import load_recipe
 
@@ -78,7 +75,7 @@ def _fresh(
             quietly,
         )
     for skipped, why in report["skipped"].items():
-        _line(True, f"not checked: base in {skipped}: {why}", quietly)
+        _skipped(f"base in {skipped}: {why}", quietly)
     return {"ok": True, "identity": report}
 
 
@@ -92,7 +89,9 @@ def _trained(directory: str, dtype: str | None, device: str | None, quietly: boo
         numbers = f"max difference {entry['max_difference']:.2g} (bare base: {entry['base']:.2g})"
         _line(entry["ok"], f"{way} == full forward: {numbers}", quietly)
     report["greedy"] = _greedy(model, tokenizer, directory)
-    if report["greedy"] is not None:
+    if isinstance(report["greedy"], str):
+        _skipped(f"greedy answers with and without cache: {report['greedy']}", quietly)
+    else:
         same = report["greedy"]["same"] == report["greedy"]["n"]
         ok = ok and same
         _line(
@@ -109,17 +108,17 @@ def _trained(directory: str, dtype: str | None, device: str | None, quietly: boo
     return {"ok": bool(ok and report["reload"]["bitwise"]), **report}
 
 
-def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | None:
-    """Answers to the first prompt of each trained fact, decoded with and without the cache; None for a graft trained on text."""
+def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | str:
+    """Answers to the first prompt of each trained fact, decoded with and without the cache; or why there are none to decode."""
     from engram_graft.cli.probe import trained_on
-
     from engram_graft.scoring import greedy
 
-    if not (Path(directory) / "recipe.yaml").is_file():
-        return None
-    prompts = [fact.prompts[0] for fact in trained_on(directory).facts]
+    try:
+        prompts = [fact.prompts[0] for fact in trained_on(directory).facts]
+    except UserError as error:  # a graft that was copied here without its data
+        return str(error)
     if not prompts:
-        return None
+        return "it was trained on text, not on facts"
     cached, plain = (greedy(model, tokenizer, prompts, 12, use_cache=use) for use in (True, False))
     return {"same": sum(a == b for a, b in zip(cached, plain, strict=True)), "n": len(prompts)}
 
@@ -127,17 +126,16 @@ def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | None
 def _reload(model: Any, directory: str) -> dict[str, Any]:
     import torch
 
-    from engram_graft.checkpoint import ADAPTER_FILE, memory_tensors, read_config, read_tensors, save_graft
+    from engram_graft.checkpoint import memory_tensors, read_graft, save_graft
 
-    described = read_config(Path(directory))
     own = memory_tensors(model)
-    stored = [read_tensors(Path(directory), [name for name in described["files"] if name != ADAPTER_FILE])]
+    described, _, tensors, _ = read_graft(Path(directory))
+    stored = [tensors]
     if not described["merged"]:
         with tempfile.TemporaryDirectory() as scratch:
             save_graft(model, scratch)
-            stored.append(read_tensors(Path(scratch), [name for name in described["files"] if name != ADAPTER_FILE]))
+            stored.append(read_graft(Path(scratch))[2])
     equal = all(
-        tensors.keys() == own.keys() and all(torch.equal(tensor, own[name].cpu()) for name, tensor in tensors.items())
-        for tensors in stored
+        found.keys() == own.keys() and all(torch.equal(t, own[name].cpu()) for name, t in found.items()) for found in stored
     )
     return {"bitwise": equal, "tensors": len(own)}

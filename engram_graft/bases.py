@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from engram_graft.config import DTYPES
 from engram_graft.errors import UserError
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
@@ -40,9 +40,8 @@ ALIASES = {
     "qwen3": Alias("Qwen/Qwen3-0.6B"),
 }
 _SAMPLED_TENSORS, _SAMPLES = 48, 8
-_TOLERANCE = (
-    0.005  # above the rounding of any float dtype (bfloat16: 0.0039), below what training or quantization changes
-)
+# relative: above the rounding of any float dtype (bfloat16: 0.0039), below what training or quantization changes
+_TOLERANCE = 0.005
 
 
 def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -51,6 +50,8 @@ def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTr
     Raises:
         UserError: no such base, or the hub cannot be reached.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     source, extra = _resolve(name)
     if "gguf_file" in extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
         extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
@@ -93,9 +94,7 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
             raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
         return source.parent, {"gguf_file": source.name}
     if not (source / "config.json").is_file():
-        raise UserError(
-            f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote"
-        )
+        raise UserError(f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote")
     return source, {}
 
 
@@ -144,9 +143,7 @@ def fingerprint(model: nn.Module, of: Collection[str] | None = None) -> dict[str
         if not is_memory(name) and name not in adapters and parameter.is_floating_point()
     }
     names = sorted(tensors)
-    chosen = (
-        names[:: max(1, len(names) // _SAMPLED_TENSORS)] if of is None else [name for name in of if name in tensors]
-    )
+    chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)] if of is None else [name for name in of if name in tensors]
     config = base.config.get_text_config(decoder=True)
     return {
         "model_type": config.model_type,

@@ -99,7 +99,11 @@ def state_of(cache: Cache) -> DecodeState:
     return state
 
 
-def seen_tokens(cache: Cache) -> int:
-    """Columns the cache holds: static caches keep the number in a tensor."""
-    length = cache.get_seq_length()
+def seen_tokens(cache: Cache) -> int | None:
+    """Columns the cache holds; None where it has states but does not count (all layers linear, as in Mamba)."""
+    try:
+        length = cache.get_seq_length()
+    except ValueError:  # what transformers raises when no layer keeps a length
+        return None if cache.has_previous_state() else 0
+    # static caches keep the number in a tensor
     return int(length.item()) if isinstance(length, torch.Tensor) else int(length)

@@ -82,18 +82,7 @@ def load_graft(
         UserError: a file is missing, corrupt or of another shape (the keys are named), or tokenizer or base is the wrong one.
     """
     directory = Path(directory)
-    described = read_config(directory)
-    config = EngramConfig.from_dict(described["config"])
-    for name, expected in described["files"].items():
-        if not (directory / name).is_file():
-            raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
-        if file_hash(directory / name) != expected:
-            raise UserError(
-                f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew"
-            )
-    tensors = read_tensors(directory, [name for name in described["files"] if name != ADAPTER_FILE])
-    plan = _plan(directory, config, tensors)
-
+    described, config, tensors, plan = read_graft(directory)
     if isinstance(base, PreTrainedModel):
         if tokenizer is None:
             raise UserError("load_graft(base=a loaded model) needs its tokenizer too: pass tokenizer=")
@@ -112,13 +101,24 @@ def load_graft(
     check_base(model, described["base"]["fingerprint"])
     embedding_rows = embedding_weight(model).shape[0]
     if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
-        raise UserError(
-            f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids"
-        )
+        raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
     if ADAPTER_FILE in described["files"]:
         model = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
     restore(model, config, plan, token_map, tensors, trainable)
     return model.eval(), tokenizer
+
+
+def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str, Tensor], HashPlan]:
+    """What a directory holds, checked as far as it can be without its base: description, config, tensors, integers."""
+    described = read_config(directory)
+    config = EngramConfig.from_dict(described["config"])
+    for name, expected in described["files"].items():
+        if not (directory / name).is_file():
+            raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
+        if file_hash(directory / name) != expected:
+            raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
+    tensors = read_tensors(directory, [name for name in described["files"] if name != ADAPTER_FILE])
+    return described, config, tensors, _plan(directory, config, tensors)
 
 
 def memory_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -210,9 +210,7 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
     """The stored integers, checked against the config and the tables."""
     missing = [f"hash.{name}" for name in _INTEGERS if f"hash.{name}" not in tensors]
     if missing:
-        raise UserError(
-            f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found"
-        )
+        raise UserError(f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found")
     shapes = {"multipliers": config.max_ngram_size, "primes": config.heads, "offsets": config.heads}
     for name, columns in shapes.items():
         if tuple(tensors[f"hash.{name}"].shape) != (len(config.layer_ids), columns):
@@ -222,11 +220,12 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
     plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
     for layer_id, rows in zip(config.layer_ids, plan.table_rows, strict=True):
-        table = tensors.get(f"layers.{layer_id}.table.weight")
-        if table is not None and table.shape[0] != rows:
-            raise UserError(
-                f"{directory}: layers.{layer_id}.table.weight has {table.shape[0]} rows, its primes add up to {rows}"
-            )
+        names = [f"layers.{layer_id}.table.{leaf}" for leaf in ("weight", "seen")]
+        if missing := [name for name in names if name not in tensors]:
+            raise UserError(f"{directory}: the graft's tensors do not fit its config: missing {', '.join(missing)}")
+        table = tensors[names[0]]
+        if table.shape[0] != rows or tensors[names[1]].shape[0] != rows:
+            raise UserError(f"{directory}: layers.{layer_id}.table.weight has {table.shape[0]} rows, its primes add up to {rows}")
     return plan
 
 

@@ -62,12 +62,12 @@ def build_context(decoder: nn.Module, ngram_hash: NgramHash, args: tuple[Any, ..
     cache = find_cache(given)
     past, state = 0, None
     if cache is not None:
-        past, state = seen_tokens(cache), find_state(cache)
-        remembered = state.length if state is not None else 0
-        if remembered != past:
+        held, state = seen_tokens(cache), find_state(cache)
+        past = state.length if state is not None else 0
+        if held != past and not (held is None and past):
             raise UserError(
-                f"the cache holds {past} tokens and the memory has followed {remembered} of them (it was off, or the cache was "
-                "filled by another model): start from an empty cache"
+                f"the cache holds {'some' if held is None else held} tokens and the memory has followed {past} of them (it was off, "
+                "or the cache was filled by another model): start from an empty cache"
             )
     length = input_ids.shape[1]
     compressed = ngram_hash.lookup[input_ids.to(ngram_hash.lookup.device)]

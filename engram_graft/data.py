@@ -83,7 +83,7 @@ def load_data(source: str) -> Data:
         raise UserError(
             f"{source}: no such file or folder, and the hub did not give a dataset of this name ({_line(error)})"
         ) from error
-    return _records(source, ((f"row {n}", row) for n, row in enumerate(dataset)))
+    return _records(source, ((f"row {n}", row) for n, row in enumerate(dataset, 1)))
 
 
 def _read(path: Path) -> str:
@@ -117,9 +117,7 @@ def _csv(path: Path) -> Iterable[tuple[str, Any]]:
     reader = csv.DictReader(io.StringIO(_read(path), newline=""))
     for row in reader:
         if None in row:
-            raise UserError(
-                f"{path}, line {reader.line_num}: more cells than the header has; quote a cell that holds a comma"
-            )
+            raise UserError(f"{path}, line {reader.line_num}: more cells than the header has; quote a cell that holds a comma")
         record: dict[str, Any] = {key: value for key, value in row.items() if key and value}
         for field in _LIST_FIELDS:
             if field in record:
@@ -132,7 +130,7 @@ def _parquet(path: Path) -> Iterable[tuple[str, Any]]:
         dataset = Dataset.from_parquet(str(path))
     except Exception as error:  # pyarrow's and datasets' errors have no common class
         raise UserError(f"{path}: not a parquet file ({_line(error)})") from error
-    return ((f"row {number}", row) for number, row in enumerate(dataset))
+    return ((f"row {number}", row) for number, row in enumerate(dataset, 1))
 
 
 def _texts(source: str, documents: Iterable[str]) -> Data:
@@ -154,9 +152,7 @@ def _records(source: str, records: Iterable[tuple[str, Any]]) -> Data:
         elif isinstance(record.get("text"), str):
             texts.append(record["text"])
         else:
-            raise UserError(
-                f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text"
-            )
+            raise UserError(f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text")
         if facts and texts:
             raise UserError(f"{where}: facts and documents in one file; keep them in two")
     if facts:
@@ -179,9 +175,7 @@ def _fact(where: str, record: dict[str, Any], default_id: str) -> Fact:
         if not isinstance(lists[field], list) or not all(isinstance(v, str) for v in lists[field]):
             raise UserError(f"{where}: {field} must be a list of texts")
     neighbours = record.get("neighborhood") or []
-    if not isinstance(neighbours, list) or not all(
-        isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours
-    ):
+    if not isinstance(neighbours, list) or not all(isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours):
         raise UserError(f"{where}: neighborhood must be a list of objects with prompt and answer")
     return Fact(
         id=str(record.get("id", default_id)),
@@ -265,8 +259,9 @@ class Collator:
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
         if self.trim:
             first = int((labels != IGNORED).any(0).nonzero()[0])
-            batch["logits_to_keep"] = min(length - first + 1, length)
-            batch["labels"] = labels[:, -batch["logits_to_keep"] :]
+            # as indices: transformers then copies the positions into one matrix, a slice it would multiply row by row
+            batch["logits_to_keep"] = torch.arange(max(first - 1, 0), length)
+            batch["labels"] = labels[:, max(first - 1, 0) :]
         return batch
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def export_merged(
         PromiseError: what was reloaded is not what was written; the directory is removed.
     """
     find_graft(model)
+    if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]i?B", max_shard_size, re.IGNORECASE):
+        raise UserError(f"max_shard_size={max_shard_size!r}: must look like 500MB or 5GB")
     base = unwrap(model)
     _plain_weights(base)
     with new_directory(directory) as target:
@@ -46,9 +49,7 @@ def export_merged(
         with _saveable(base):
             base.save_pretrained(target, state_dict=dict(merged), max_shard_size=max_shard_size)
         tokenizer.save_pretrained(target)
-        described = describe(
-            model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True
-        )
+        described = describe(model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True)
         bare = AutoModelForCausalLM.from_pretrained(target, dtype=base.dtype)
         described["base"]["fingerprint"] = fingerprint(bare)
         (target / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -86,9 +87,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(base: PreTrainedModel) -> bool:
-    weights = [
-        getattr(embedding, "weight", None) for embedding in (base.get_input_embeddings(), base.get_output_embeddings())
-    ]
+    weights = [getattr(embedding, "weight", None) for embedding in (base.get_input_embeddings(), base.get_output_embeddings())]
     return weights[0] is not None and weights[0] is weights[1]
 
 
@@ -123,9 +122,7 @@ def _check_tensors(merged: dict[str, Tensor], reloaded: nn.Module) -> None:
     lost = [name for name in merged if name not in found]
     changed = [name for name in merged if name in found and not torch.equal(merged[name].cpu(), found[name].cpu())]
     if lost or changed:
-        raise PromiseError(
-            f"export: reloading lost {lost[:3]} ({len(lost)}) and changed {changed[:3]} ({len(changed)}) tensors"
-        )
+        raise PromiseError(f"export: reloading lost {lost[:3]} ({len(lost)}) and changed {changed[:3]} ({len(changed)}) tensors")
 
 
 def _compare(model: nn.Module, reloaded: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

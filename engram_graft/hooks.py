@@ -82,9 +82,7 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
             raise UserError(f"layer {layer_id} does not exist: this model has layers 0 to {count - 1} (counted from 0)")
     stream = dry_run(located)
     if stream.streams != config.hc_mult:
-        raise UserError(
-            f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that"
-        )
+        raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")
     ngram_hash = Graft(config, plan, token_map, stream.keywords)
     adapters = adapter_names(located.base)
     for name, parameter in located.base.named_parameters():

@@ -40,9 +40,7 @@ class ShortConv(nn.Module):
     def __init__(self, config: EngramConfig, width: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.norm = nn.Parameter(torch.ones(config.hc_mult, width, dtype=dtype, device=device))
-        self.weight = nn.Parameter(
-            torch.empty(config.hc_mult * width, 1, config.kernel_size, dtype=dtype, device=device)
-        )
+        self.weight = nn.Parameter(torch.empty(config.hc_mult * width, 1, config.kernel_size, dtype=dtype, device=device))
         self.dilation = config.max_ngram_size
 
     def normed(self, values: Tensor) -> Tensor:
@@ -76,9 +74,7 @@ class Engram(nn.Module):
         embed = config.orders * config.n_embed_per_ngram
         streams = config.hc_mult
         self.config, self.index, self.layer_id = config, index, config.layer_ids[index]
-        self.table = EngramTable(
-            table_rows, config.head_dim, config.n_head_per_ngram, config.seen_filter, dtype, device
-        )
+        self.table = EngramTable(table_rows, config.head_dim, config.n_head_per_ngram, config.seen_filter, dtype, device)
         self.key_proj = Projection(embed, streams * width, config.bias, dtype, device)
         self.value_proj = Projection(embed, width, config.bias, dtype, device)
         self.key_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
@@ -96,9 +92,7 @@ class Engram(nn.Module):
         generator = torch.Generator().manual_seed(self.config.seed * 10007 + self.layer_id)
 
         def fill(parameter: Tensor, draw: str, *bounds: float) -> None:
-            value = torch.empty(
-                parameter.shape, dtype=torch.float32
-            )  # float32 on the CPU: equal on every device and dtype
+            value = torch.empty(parameter.shape, dtype=torch.float32)  # float32 on the CPU: equal on every device and dtype
             parameter.copy_(getattr(value, draw)(*bounds, generator=generator))
 
         bound = 1 / math.sqrt(self.key_proj.weight.shape[1])
@@ -126,9 +120,7 @@ class Engram(nn.Module):
             score = score.abs().clamp_min(1e-6).sqrt() * score.sign()
         return score.sigmoid()
 
-    def forward(
-        self, hidden: Tensor, rows: Tensor, window: Window, past: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, rows: Tensor, window: Window, past: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What to add to `hidden`.
 
         Args:
@@ -146,11 +138,8 @@ class Engram(nn.Module):
             valid = None if window.valid is None else window.back(window.valid, 0, False)
             allowed = window.whole(self.config.orders, hidden.device) if self.config.whole_ngrams else None
             if valid is not None:
-                allowed = (
-                    valid[..., None].expand(-1, -1, self.config.orders)
-                    if allowed is None
-                    else allowed & valid[..., None]
-                )
+                at = valid[..., None].expand(-1, -1, self.config.orders)
+                allowed = at if allowed is None else allowed & at
             embeddings, active = self.table(rows, allowed)
             values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
             if active is not None:  # a bias must not speak where no n-gram does

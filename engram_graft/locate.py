@@ -58,9 +58,7 @@ def locate(model: nn.Module) -> Located:
                 candidates.append(((named, "." not in name, len(module) == config.num_hidden_layers), name, module))
     candidates.sort(key=lambda candidate: candidate[0], reverse=True)
     if not candidates:
-        raise UserError(
-            f"{type(base).__name__}: no list of {config.num_hidden_layers} decoder layers found in its decoder"
-        )
+        raise UserError(f"{type(base).__name__}: no list of {config.num_hidden_layers} decoder layers found in its decoder")
     if len(candidates) > 1 and candidates[0][0] == candidates[1][0]:
         raise UserError(f"{type(base).__name__}: several lists look like decoder layers: {[c[1] for c in candidates]}")
     return Located(base, decoder, candidates[0][2])
@@ -118,9 +116,7 @@ def dry_run(located: Located) -> Stream:
     except TypeError:  # a decoder without **kwargs refuses the unknown keyword
         run(keyword=False)
     if [index for index, _, _ in seen] != list(range(len(seen))) or not seen:
-        raise UserError(
-            f"{type(located.base).__name__}: its layers ran in the order {[s[0] for s in seen]}, not one by one"
-        )
+        raise UserError(f"{type(located.base).__name__}: its layers ran in the order {[s[0] for s in seen]}, not one by one")
     shape = seen[0][1]
     return Stream(shape[-1], 1 if len(shape) == 3 else shape[2], all(passed for _, _, passed in seen))
 

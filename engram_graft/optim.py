@@ -37,7 +37,7 @@ class EngramAdamW(torch.optim.AdamW):
                 loss = closure()
         groups = self.param_groups
         # AdamW's own step, without the wrapper that would run this optimizer's step hooks a second time
-        dense_step = torch.optim.AdamW.step
+        dense_step: Any = torch.optim.AdamW.step
         dense_step = dense_step.__wrapped__ if getattr(dense_step, "hooked", False) else dense_step
         try:  # it sees only the dense groups
             self.param_groups = [group for group in groups if not group["table"]]

@@ -10,28 +10,30 @@ from pathlib import Path
 from engram_graft.errors import UserError
 
 
+def require_free(path: str | Path) -> None:
+    """Raise `UserError` if `path` exists and is anything but an empty directory."""
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"output {path}: exists and is not empty; choose another directory or remove this one")
+
+
 @contextlib.contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
-    """A directory for a run's results. If the run fails it is removed again, unless it holds a checkpoint to resume from.
+    """A directory for a run's results. If the run fails it is as before, unless it holds a checkpoint to resume from.
 
     Raises:
         UserError: it exists and is not empty, or cannot be made.
     """
     directory = Path(path)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"output {path}: exists and is not empty; choose another directory or remove this one")
-    existed = directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output {path}: cannot be made ({error.strerror})") from error
+    require_free(directory)
+    made = _make(directory)
     try:
         yield directory
     except BaseException:
         if not any(directory.glob("checkpoint-*")):
-            shutil.rmtree(directory)
-            if existed:
-                directory.mkdir()
+            for child in directory.iterdir():
+                shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+            _unmake(made)
         raise
 
 
@@ -39,8 +41,8 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 def all_or_nothing(directory: str | Path) -> Iterator[Path]:
     """A scratch directory whose files move into `directory` when the block ends, and vanish if it fails."""
     target = Path(directory)
+    made = _make(target)
     try:
-        target.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=target))
     except OSError as error:
         raise UserError(f"output {directory}: cannot be written ({error.strerror})") from error
@@ -50,5 +52,24 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
             if path.is_dir():
                 shutil.rmtree(target / path.name, ignore_errors=True)
             os.replace(path, target / path.name)
+        made = []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        _unmake(made)
+
+
+def _make(directory: Path) -> list[Path]:
+    """Make a directory; returns what was not there before, innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {directory}: cannot be made ({error.strerror})") from error
+    return missing
+
+
+def _unmake(made: list[Path]) -> None:
+    for path in made:
+        if any(path.iterdir()):
+            break
+        path.rmdir()

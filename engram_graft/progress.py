@@ -76,9 +76,7 @@ class Metrics(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
         # from the optimizer's own count: telemetry must not cost what the table does

@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
+from transformers import SchedulerType
 
 from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError
@@ -71,6 +73,10 @@ class ProbeOptions:
     max_new_tokens: int = 12
     examples: int = 3
 
+    def __post_init__(self) -> None:
+        _at_least("probe", self, 1, "batch_size", "max_new_tokens")
+        _at_least("probe", self, 0, "examples")
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -96,39 +102,37 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
-        train, lora, probe = self.train, self.lora, self.probe
-        positive: tuple[tuple[str, float], ...] = (
-            ("train.max_steps", train.max_steps),
-            ("train.batch_size", train.batch_size),
-            ("train.gradient_accumulation_steps", train.gradient_accumulation_steps),
-            ("train.learning_rate", train.learning_rate),
-            ("train.table_rate_multiplier", train.table_rate_multiplier),
-            ("train.max_length", train.max_length),
-            ("train.block_size", train.block_size - 1),
-            ("lora.alpha", lora.alpha),
-            ("probe.batch_size", probe.batch_size),
-            ("probe.max_new_tokens", probe.max_new_tokens),
-        )
-        for name, value in positive:
+        train, lora = self.train, self.lora
+        _at_least("train", train, 1, "forms", "max_steps", "batch_size", "gradient_accumulation_steps", "max_length")
+        _at_least("train", train, 2, "block_size")
+        _at_least("train", train, 0, "recall_every", "save_steps", "seed", "warmup_steps", "weight_decay", "max_grad_norm")
+        _at_least("lora", lora, 0, "rank")
+        _at_least("lora", lora, 1, "alpha")
+        if train.lr_scheduler_type not in (schedules := [schedule.value for schedule in SchedulerType]):
+            raise UserError(f"train.lr_scheduler_type={train.lr_scheduler_type!r}: must be one of {', '.join(schedules)}")
+        rates = {
+            "train.learning_rate": train.learning_rate,
+            "train.table_rate_multiplier": train.table_rate_multiplier,
+            "lora.learning_rate": lora.learning_rate,
+        }
+        for name, value in rates.items():
             if not value > 0:
-                raise UserError(f"{name}={value}: must be above {1 if name == 'train.block_size' else 0}")
-        for name, value in (
-            ("lora.rank", lora.rank),
-            ("train.recall_every", train.recall_every),
-            ("train.save_steps", train.save_steps),
-        ):
-            if value < 0:
-                raise UserError(f"{name}={value}: must be 0 or more")
-        if train.forms is not None and train.forms < 1:
-            raise UserError(f"train.forms={train.forms}: must be 1 or more, or null for all prompts")
+                raise UserError(f"{name}={value}: must be above 0")
+        if not 0 <= lora.dropout < 1:
+            raise UserError(f"lora.dropout={lora.dropout}: must be from 0 to below 1")
         if train.stop_at_recall is not None and not (0 < train.stop_at_recall <= 1 and train.recall_every):
-            raise UserError(
-                f"train.stop_at_recall={train.stop_at_recall}: must be in (0, 1], with train.recall_every above 0"
-            )
+            raise UserError(f"train.stop_at_recall={train.stop_at_recall}: must be in (0, 1], with train.recall_every above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to `recipe.yaml`."""
         return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+
+
+def _at_least(section: str, options: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"{section}.{name}={value}: must be {least} or more")
 
 
 def load_recipe(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -172,9 +176,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(
-            f"recipe section {prefix.rstrip('.')!r}: must be a mapping of options, found {type(values).__name__}"
-        )
+        raise UserError(f"recipe section {prefix.rstrip('.')!r}: must be a mapping of options, found {type(values).__name__}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     hints = get_type_hints(kind)
     built = {}
@@ -190,29 +192,31 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
     return kind(**built)
 
 
-def _typed(name: str, hint: Any, value: Any) -> Any:
-    """`value` as a field of type `hint` takes it; YAML reads 1e-3 as a text and 1 as a whole number."""
+def _typed(name: str, hint: Any, given: Any) -> Any:
+    """`given` as a field of type `hint` takes it; YAML reads 1e-3 as a text and 1 as a whole number."""
     wants = str(hint)
-    if value is None and "None" in wants:
-        return None
-    if hint is dict or wants.startswith("dict"):
-        fits = isinstance(value, dict)
+    if (given is None and "None" in wants) or wants.startswith("tuple[int"):
+        return given  # of the latter EngramConfig says what is wrong
+    value = given
+    if wants.startswith("dict"):
+        fits, kind = isinstance(given, dict), "a mapping"
     elif wants.startswith("tuple[str"):
-        fits, value = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value), tuple(value or ())
-    elif wants.startswith("tuple[int"):
-        return value  # EngramConfig says what is wrong
+        kind = "a list of names"
+        fits = isinstance(given, list | tuple) and all(isinstance(v, str) for v in given)
+        value = tuple(given) if fits else given
     elif "float" in wants:
+        kind = "a number"
         try:
-            value = float(value) if isinstance(value, str) else value
+            value = float(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else None
         except ValueError:
             value = None
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if fits else value
+        fits = value is not None and math.isfinite(value)
     else:
-        kinds = tuple(k for k in (hint.__args__ if hasattr(hint, "__args__") else (hint,)) if isinstance(k, type))
-        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        kinds = tuple(k for k in getattr(hint, "__args__", (hint,)) if isinstance(k, type))
+        kind = {int: "a whole number", str: "a text", bool: "true or false"}[kinds[0]]
+        fits = isinstance(given, kinds) and (bool in kinds or not isinstance(given, bool))
     if not fits:
-        raise UserError(f"recipe option {name}={value!r}: must be {getattr(hint, '__name__', hint)}")
+        raise UserError(f"recipe option {name}={given!r}: must be {kind}")
     return value
 
 

@@ -28,15 +28,15 @@ def teacher_forced(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], batch_size: int = 32
 ) -> list[Score]:
     """Score the answer of each (prompt, answer) with the true answer as context. The result does not depend on `batch_size`."""
-    scores: list[Score] = []
     device = unwrap(model).device
     collate = Collator(0, trim=keeps_logits(model))
     examples = []
     for prompt, answer in questions:
         context, target = encode_answer(tokenizer, prompt, answer)
         examples.append({"input_ids": context + target, "labels": [IGNORED] * len(context) + target})
-    for start in range(0, len(examples), batch_size):
-        batch = collate(examples[start : start + batch_size])
+    scores: dict[int, Score] = {}
+    for rows in _batches([len(example["input_ids"]) for example in examples], batch_size):
+        batch = collate([examples[row] for row in rows])
         labels = batch.pop("labels")[:, 1:].to(device)
         inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         with no_learning(model):
@@ -45,8 +45,15 @@ def teacher_forced(
         right = (logits.argmax(-1) == labels) | ~answered
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
         means = losses.sum(1) / answered.sum(1)
-        scores += [Score(*row) for row in zip(right.all(1).tolist(), means.tolist(), strict=True)]
-    return scores
+        for row, exact, ce in zip(rows, right.all(1).tolist(), means.tolist(), strict=True):
+            scores[row] = Score(exact, ce)
+    return [scores[row] for row in range(len(examples))]
+
+
+def _batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Rows of like length together: on a CPU padding costs what tokens do."""
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def keeps_logits(model: nn.Module) -> bool:
@@ -63,7 +70,7 @@ def greedy(
     use_cache: bool = True,
 ) -> list[list[int]]:
     """The tokens the model continues each prompt with, up to and without eos; left-padded batches of equal results at any size."""
-    answers: list[list[int]] = []
+    answers: dict[int, list[int]] = {}
     base: Any = unwrap(model)
     eos = tokenizer.eos_token_id
     settings = GenerationConfig(
@@ -75,19 +82,19 @@ def greedy(
         eos_token_id=eos,
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     )
-    for start in range(0, len(prompts), batch_size):
-        encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[start : start + batch_size]]
-        length = max(map(len, encoded))
-        ids = torch.zeros(len(encoded), length, dtype=torch.long, device=base.device)
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    for rows in _batches([len(prompt) for prompt in encoded], batch_size):
+        length = max(len(encoded[row]) for row in rows)
+        ids = torch.zeros(len(rows), length, dtype=torch.long, device=base.device)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(encoded):
-            ids[row, length - len(prompt) :] = torch.tensor(prompt)
-            mask[row, length - len(prompt) :] = 1
+        for at, row in enumerate(rows):
+            ids[at, length - len(encoded[row]) :] = torch.tensor(encoded[row])
+            mask[at, length - len(encoded[row]) :] = 1
         with no_learning(model), _only(settings, base):
             output = base.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
-        for row in output[:, length:].tolist():
-            answers.append(row[: row.index(eos)] if eos in row else row)
-    return answers
+        for row, said in zip(rows, output[:, length:].tolist(), strict=True):
+            answers[row] = said[: said.index(eos)] if eos in said else said
+    return [answers[row] for row in range(len(prompts))]
 
 
 @contextlib.contextmanager

@@ -20,17 +20,14 @@ class EngramTable(nn.Module):
 
     seen: Tensor
 
-    def __init__(
-        self, rows: int, head_dim: int, n_head: int, seen_filter: bool, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, rows: int, head_dim: int, n_head: int, seen_filter: bool, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, head_dim, dtype=dtype, device=device))
         self.register_buffer("seen", torch.zeros(rows, dtype=torch.bool, device=device))
         self.n_head = n_head
         self.seen_filter = seen_filter
-        self.redirect: Tensor | None = (
-            None  # int64 [rows]: the row read in place of each; set by the "shuffled" probe only
-        )
+        # int64 [rows]: the row read in place of each; set by the "shuffled" probe only
+        self.redirect: Tensor | None = None
 
     @property
     def learning(self) -> bool:
@@ -47,12 +44,12 @@ class EngramTable(nn.Module):
             The embeddings `[B, T, orders*heads*head_dim]`, order-major, exact zeros where an n-gram does not contribute, and which
             ones contribute, bool `[B, T, orders]` (None: every one).
         """
-        if (
-            self.learning and allowed is not None
-        ):  # only these rows: what is not learned gets no gradient, not even a zero
+        read = rows if self.redirect is None else self.redirect[rows]
+        if self.learning and allowed is not None:
+            # only these rows: what is not learned gets no gradient, not even a zero
             of_heads = allowed.repeat_interleave(self.n_head, -1).expand_as(rows)
             self.seen[rows[of_heads]] = True
-            learned = F.embedding(rows[of_heads], self.weight, sparse=True)
+            learned = F.embedding(read[of_heads], self.weight, sparse=True)
             embeddings = learned.new_zeros(*rows.shape, self.weight.shape[1]).index_put((of_heads,), learned)
             return embeddings.flatten(-2), allowed
         active = allowed
@@ -60,7 +57,7 @@ class EngramTable(nn.Module):
             self.seen[rows] = True
         elif self.seen_filter:
             active = self.known(rows) if allowed is None else self.known(rows) & allowed
-        embeddings = F.embedding(rows if self.redirect is None else self.redirect[rows], self.weight, sparse=True)
+        embeddings = F.embedding(read, self.weight, sparse=True)
         if active is not None:
             embeddings = embeddings.masked_fill(~active.repeat_interleave(self.n_head, -1)[..., None], 0)
         return embeddings.flatten(-2), active

@@ -175,8 +175,7 @@ def train(
         "steps": trainer.state.global_step,
         "seconds": seconds,
         "loss": metrics.last.get("loss"),
-        "tokens_per_second": trainer.state.num_input_tokens_seen
-        / max(seconds - (recall.seconds if recall else 0), 1e-9),
+        "tokens_per_second": trainer.state.num_input_tokens_seen / max(seconds - (recall.seconds if recall else 0), 1e-9),
         "rows_touched": rows_touched(model),
         "recall": metrics.last.get("recall"),
         "identity": identity,
@@ -214,6 +213,4 @@ def _arguments(options: TrainOptions, output: Path, model: nn.Module) -> Trainin
     try:
         return TrainingArguments(**settings | options.trainer)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"train.trainer={options.trainer}: transformers' TrainingArguments refuses it ({error})"
-        ) from error
+        raise UserError(f"training options: transformers' TrainingArguments refuses them ({error})") from error

@@ -25,9 +25,7 @@ MAX_COPY_BYTES = 8 * 2**30  # of a base that is copied to be checked in another 
 DECODED = 4  # tokens at the end of each text that are fed one by one, from the cache
 
 
-def verify_identity(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes: Sequence[str] | None = None
-) -> dict[str, Any]:
+def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare every logit of a freshly grafted model with its base's, bit for bit.
 
     Each text alone, all in a left-padded batch, and decoded from a cache; in eval and in train mode; with the base in float32 and
@@ -75,9 +73,7 @@ def verify_identity(
     return report
 
 
-def verify_decoding(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS
-) -> dict[str, Any]:
+def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS) -> dict[str, Any]:
     """Compare the ways of running a grafted model, trained or not, with one full forward of each text.
 
     Token by token and in chunks of 4 from a cache, and in a left-padded batch. Kernels add up in another order for another shape, so
@@ -107,8 +103,7 @@ def verify_decoding(
         with disable_graft(model, lora=True):
             control = {way: _largest(run(), [model(ids).logits for ids in alone]) for way, run in ways.items()}
     report: dict[str, Any] = {
-        way: {"max_difference": d, "base": control[way], "ok": d <= max(1e-4, 4 * control[way])}
-        for way, d in differences.items()
+        way: {"max_difference": d, "base": control[way], "ok": d <= max(1e-4, 4 * control[way])} for way, d in differences.items()
     }
     return {"ok": all(entry["ok"] for entry in report.values()), **report}
 

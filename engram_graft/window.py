@@ -72,9 +72,7 @@ class Window:
         column_of[:, 0] = total
         columns = column_of.gather(1, (rank[:, self.past :] - distance).clamp_min(0))
         if self.segment is not None:
-            segment = torch.cat(
-                [self.segment, torch.full_like(self.segment[:, :1], -1)], 1
-            )  # no document has number -1
+            segment = torch.cat([self.segment, torch.full_like(self.segment[:, :1], -1)], 1)  # no document has number -1
             same = segment.gather(1, columns) == self.segment[:, self.past :]
             columns = torch.where(same, columns, total)
         self._columns[distance] = columns

@@ -9,13 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from engram_graft.probes.arms import Arm
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft.hooks import find_graft, memories
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
+from engram_graft.probes.arms import Arm
 from engram_graft.window import Window
 
 WINDOW = 128  # tokens a text is cut into
@@ -34,10 +34,7 @@ def hits(model: nn.Module, input_ids: Tensor) -> Tensor:
     known = torch.stack(
         [m.table.known(rows[:, :, m.index].to(m.table.seen.device)).to(input_ids.device) for m in memories(model)]
     )
-    if (
-        ngram_hash.config.whole_ngrams
-        and (whole := window.whole(ngram_hash.config.orders, input_ids.device)) is not None
-    ):
+    if ngram_hash.config.whole_ngrams and (whole := window.whole(ngram_hash.config.orders, input_ids.device)) is not None:
         known = known & whole
     return known.any(-1).any(0)  # over orders, over layers
 

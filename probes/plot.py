@@ -16,9 +16,7 @@ INK, BLUE, ORANGE, GREY = "#222222", "#2b6cb0", "#dd6b20", "#a0aec0"
 def plot(report: Mapping[str, Any], metrics: Path, target: Path) -> None:
     """Draw `report` (from `run_probes`), and the training curves if there is a metrics.jsonl, into the PNG `target`."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.is_file() else []
-    figure, axes = plt.subplots(
-        1, 2 if lines else 1, figsize=(10 if lines else 5, 3.6), squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(1, 2 if lines else 1, figsize=(10 if lines else 5, 3.6), squeeze=False, layout="constrained")
     if lines:
         _curves(axes[0][0], lines)
     _bars(axes[0][-1], report["arms"])
@@ -53,9 +51,7 @@ def _bars(axis: Any, arms: Mapping[str, Any]) -> None:
         for n, (label, (part, color)) in enumerate(parts.items()):
             width = 0.8 / len(parts)
             at = [x + (n - (len(parts) - 1) / 2) * width for x in range(len(names))]
-            bars = axis.bar(
-                at, [100 * arms[name][part]["greedy_exact"] for name in names], width, label=label, color=color
-            )
+            bars = axis.bar(at, [100 * arms[name][part]["greedy_exact"] for name in names], width, label=label, color=color)
             axis.bar_label(bars, fmt="%.0f", fontsize=8, color=INK)
         axis.set(title="Greedy recall by arm", ylabel="%", ylim=(0, 112))
         axis.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)

@@ -3,10 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from engram_graft.probes.arms import arms_of
-from engram_graft.probes.locality import locality
-from engram_graft.probes.recall import recall
-from engram_graft.probes.task_exact import free_answers, task_exact
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +10,10 @@ from engram_graft.data import Data, Fact, encode_texts
 from engram_graft.hooks import find_graft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
+from engram_graft.probes.arms import arms_of
+from engram_graft.probes.locality import locality
+from engram_graft.probes.recall import recall
+from engram_graft.probes.task_exact import free_answers, task_exact
 from engram_graft.recipe import ProbeOptions
 
 TEXT_TOKENS = 4096  # of plain training text that are scored
@@ -37,9 +37,9 @@ def run_probes(
         where the data has nothing for it.
     """
     options = options or ProbeOptions()
-    trained = [fact for fact in data.facts if fact.split == "train"]
+    trained = [fact for fact in data.facts if fact.split == "train"] or list(data.facts)
     prompts = [(prompt, fact.answer) for fact in trained for prompt in fact.prompts]
-    paraphrases = [(prompt, fact.answer) for fact in data.facts for prompt in fact.paraphrases]
+    paraphrases = [(prompt, fact.answer) for fact in trained for prompt in fact.paraphrases]
     arms = arms_of(model)
     report: dict[str, Any] = {"arms": {}}
     answers: dict[str, list[str]] = {}
@@ -67,9 +67,7 @@ def run_probes(
     return report
 
 
-def text_loss(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Data, block_size: int = 128
-) -> dict[str, Any]:
+def text_loss(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Data, block_size: int = 128) -> dict[str, Any]:
     """{"ce": nats a token on the first tokens of the training text, "n": tokens}: what was trained on, not a held-out score."""
     blocks = encode_texts(data.texts, tokenizer, block_size).select_columns("input_ids").with_format("torch")
     total, n = 0.0, 0

@@ -58,9 +58,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) 
     (directory / CONFIG_FILE).write_text(json.dumps(described))
 
 
-def test_a_graft_comes_back_bit_for_bit(
-    base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor
-) -> None:
+def test_a_graft_comes_back_bit_for_bit(base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor) -> None:
     model = grafted(seen_filter=True)
     memories(model)[0].table.seen[5:40] = True
     eg.save_graft(model, tmp_path / "graft")

@@ -134,9 +134,7 @@ def test_the_fingerprint_differs_where_size_and_collisions_are_the_same_but_stri
 
 
 def test_the_fingerprint_differs_for_other_words_other_training_text_and_one_token_more(tokenizer: Any) -> None:
-    one, two = (
-        compress(words(*vocabulary)) for vocabulary in (("<pad>", "The", "the", "cat"), ("<pad>", "Any", "any", "dog"))
-    )
+    one, two = (compress(words(*vocabulary)) for vocabulary in (("<pad>", "The", "the", "cat"), ("<pad>", "Any", "any", "dog")))
     assert np.array_equal(one.lookup, two.lookup) and one.fingerprint != two.fingerprint
     trained = [compress(byte_level([text] * 3, 270)) for text in ("abcabcabcd xyz", "mnomnomnop xyz")]
     assert len(trained[0].lookup) == len(trained[1].lookup) and trained[0].fingerprint != trained[1].fingerprint

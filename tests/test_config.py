@@ -49,12 +49,8 @@ CONTRADICTIONS: list[tuple[dict[str, object], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "parts"), CONTRADICTIONS, ids=lambda value: str(value) if isinstance(value, dict) else ""
-)
-def test_a_contradiction_is_refused_and_the_message_names_the_value(
-    fields: dict[str, object], parts: list[str]
-) -> None:
+@pytest.mark.parametrize(("fields", "parts"), CONTRADICTIONS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_a_contradiction_is_refused_and_the_message_names_the_value(fields: dict[str, object], parts: list[str]) -> None:
     with pytest.raises(UserError) as error:
         EngramConfig(**fields)
     for part in parts:
@@ -101,8 +97,6 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 
 def test_derived_sizes() -> None:
-    config = EngramConfig(
-        max_ngram_size=4, engram_vocab_size=(9, 9, 9), n_embed_per_ngram=24, n_head_per_ngram=3, kernel_size=5
-    )
+    config = EngramConfig(max_ngram_size=4, engram_vocab_size=(9, 9, 9), n_embed_per_ngram=24, n_head_per_ngram=3, kernel_size=5)
     assert (config.orders, config.heads, config.head_dim, config.conv_reach) == (3, 9, 8, 16)
     assert dataclasses.replace(config, conv=False).conv_reach == 0

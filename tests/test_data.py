@@ -134,9 +134,7 @@ def test_a_folder_gives_its_text_files_in_order_with_subfolders(write: Write, tm
 
 
 def test_records_with_text_are_documents(write: Write) -> None:
-    assert load_data(write("texts.jsonl", lines({"text": "one"}, {"text": "two", "url": "x"}))) == Data(
-        texts=("one", "two")
-    )
+    assert load_data(write("texts.jsonl", lines({"text": "one"}, {"text": "two", "url": "x"}))) == Data(texts=("one", "two"))
 
 
 @pytest.mark.parametrize(
@@ -248,9 +246,7 @@ def test_a_hub_dataset_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch
         raise ConnectionError("no way out\nsecond line")
 
     monkeypatch.setattr("engram_graft.data.load_dataset", unreachable)
-    with pytest.raises(
-        UserError, match=r"owner/name: no such file or folder, and the hub did not give .*\(no way out\)$"
-    ):
+    with pytest.raises(UserError, match=r"owner/name: no such file or folder, and the hub did not give .*\(no way out\)$"):
         load_data("owner/name")
 
 
@@ -308,9 +304,7 @@ def test_case_34_a_prompt_that_repeats_its_answer_is_masked_by_position(tokenize
 
 @pytest.mark.parametrize("prompt", ["The cat sleeps in the", "Velmora exports ", "Answer:\n", "r = ", "x", "caf\u00e9"])
 @pytest.mark.parametrize("answer", ["sun", "wool and honey", "3.14159", "(none)", "\u00e9t\u00e9"])
-def test_encode_answer_is_the_joined_text_tokenized(
-    prompt: str, answer: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_encode_answer_is_the_joined_text_tokenized(prompt: str, answer: str, tokenizer: PreTrainedTokenizerFast) -> None:
     context, ids = encode_answer(tokenizer, prompt, answer)
     assert context + ids == tokenizer(f"{prompt.rstrip()} {answer}")["input_ids"]
     assert context == encode_prompt(tokenizer, prompt) and tokenizer.decode(ids) == f" {answer}"
@@ -388,7 +382,7 @@ def test_a_trimmed_batch_has_the_same_loss_and_gradient(architecture: str, token
 
 def test_trimming_keeps_everything_where_the_first_token_is_a_label() -> None:
     batch = Collator(0, trim=True)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3], "labels": [3]}])
-    assert batch["logits_to_keep"] == 2 and batch["labels"].tolist() == [[1, 2], [IGNORED, 3]]
+    assert batch["logits_to_keep"].tolist() == [0, 1] and batch["labels"].tolist() == [[1, 2], [IGNORED, 3]]
 
 
 def test_a_trimmed_batch_has_the_loss_and_the_gradients_of_the_whole_one(grafted: Any, tokenizer: Any) -> None:
@@ -402,6 +396,6 @@ def test_a_trimmed_batch_has_the_loss_and_the_gradients_of_the_whole_one(grafted
         loss.backward()
         losses.append(loss)
         gradients.append({n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None})
-    assert batch["logits_to_keep"] < batch["input_ids"].shape[1] and batch["labels"].shape[1] == batch["logits_to_keep"]
+    assert len(batch["logits_to_keep"]) == batch["labels"].shape[1] < batch["input_ids"].shape[1]
     assert torch.allclose(*losses, atol=1e-6) and gradients[0].keys() == gradients[1].keys()
     assert all(torch.allclose(gradients[0][n], gradients[1][n], atol=1e-6) for n in gradients[0])

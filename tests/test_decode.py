@@ -51,24 +51,18 @@ def test_case_4_control_a_forgotten_tail_is_noticed(grafted: Make, ids: Tensor) 
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generate_with_cache_equals_without(
-    architecture: str, mode: dict[str, int], grafted: Make, ids: Tensor
-) -> None:
+def test_generate_with_cache_equals_without(architecture: str, mode: dict[str, int], grafted: Make, ids: Tensor) -> None:
     model = grafted(architecture)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **mode}
     with_cache = model.generate(input_ids=ids, use_cache=True, **settings)
     assert torch.equal(with_cache, model.generate(input_ids=ids, use_cache=False, **settings))
     with eg.disable_graft(model):
-        assert not torch.equal(with_cache, model.generate(input_ids=ids, **settings)), (
-            "control: the memory changes what is said"
-        )
+        assert not torch.equal(with_cache, model.generate(input_ids=ids, **settings)), "control: the memory changes what is said"
 
 
 @pytest.mark.parametrize("fill", [0, 1, 7])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_case_8_a_left_padded_row_equals_the_row_alone(
-    architecture: str, fill: int, grafted: Make, ids: Tensor
-) -> None:
+def test_case_8_a_left_padded_row_equals_the_row_alone(architecture: str, fill: int, grafted: Make, ids: Tensor) -> None:
     model = grafted(architecture)
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[1, :9], mask[1, :9] = fill, 0
@@ -144,9 +138,7 @@ def test_a_cache_the_memory_has_not_followed_is_refused(grafted: Make, ids: Tens
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("memory", ["float32", "bfloat16"])
-def test_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(
-    base: str, memory: str, grafted: Make, ids: Tensor
-) -> None:
+def test_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(base: str, memory: str, grafted: Make, ids: Tensor) -> None:
     model = grafted(base={"dtype": getattr(torch, base)}, dtype=memory)
     logits = full(model.to(getattr(torch, base)) if memory == base else model, ids)
     assert logits.dtype == getattr(torch, base) and logits.isfinite().all()

@@ -47,9 +47,7 @@ def test_verify_identity_holds_in_both_dtypes_modes_and_ways(architecture: str, 
     assert all(nudge["max_difference"] > 0 for nudge in report["nudges"])
 
 
-def test_verify_identity_fails_when_one_value_projection_is_nudged(
-    model: nn.Module, tokenizer: Any, config: Any
-) -> None:
+def test_verify_identity_fails_when_one_value_projection_is_nudged(model: nn.Module, tokenizer: Any, config: Any) -> None:
     eg.graft(model, tokenizer, config)
     with torch.no_grad():
         memories(model)[1].value_proj.weight[0, 0] = 1e-3
@@ -57,9 +55,7 @@ def test_verify_identity_fails_when_one_value_projection_is_nudged(
         eg.verify_identity(model, tokenizer)
 
 
-def test_verify_identity_fails_when_a_grafted_layer_is_not_reached(
-    model: nn.Module, tokenizer: Any, config: Any
-) -> None:
+def test_verify_identity_fails_when_a_grafted_layer_is_not_reached(model: nn.Module, tokenizer: Any, config: Any) -> None:
     eg.graft(model, tokenizer, config)
     layer = model.model.layers[2]
     layer._forward_pre_hooks.clear()
@@ -67,9 +63,7 @@ def test_verify_identity_fails_when_a_grafted_layer_is_not_reached(
         eg.verify_identity(model, tokenizer)
 
 
-def test_verify_identity_leaves_model_and_random_state_as_they_were(
-    model: nn.Module, tokenizer: Any, config: Any
-) -> None:
+def test_verify_identity_leaves_model_and_random_state_as_they_were(model: nn.Module, tokenizer: Any, config: Any) -> None:
     eg.graft(model, tokenizer, config)
     model.model.layers[0].train()
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
@@ -93,9 +87,7 @@ def test_case_1_hooks_are_reached_through_peft_forward_and_generate(tokenizer: A
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon"])
-def test_case_1_a_grafted_layer_that_runs_without_ids_raises(
-    architecture: str, grafted: Callable[..., nn.Module]
-) -> None:
+def test_case_1_a_grafted_layer_that_runs_without_ids_raises(architecture: str, grafted: Callable[..., nn.Module]) -> None:
     model = grafted(architecture)
     layer = memories(model)[0]
     owner = next(m for m in model.modules() if getattr(m, "engram", None) is layer)
@@ -143,9 +135,7 @@ def test_case_12_lora_before_or_after_the_graft_is_the_same(tokenizer: Any, ids:
         assert any("lora_A" in name for name in trainable) and any(is_memory(name) for name in trainable)
 
 
-def test_case_13_disable_graft_turns_memory_off_and_with_lora_the_adapters_too(
-    tokenizer: Any, ids: Tensor, config: Any
-) -> None:
+def test_case_13_disable_graft_turns_memory_off_and_with_lora_the_adapters_too(tokenizer: Any, ids: Tensor, config: Any) -> None:
     base = tiny_model()
     bare = logits(base, ids)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -207,9 +197,7 @@ def test_case_14_ungraft_leaves_no_trace(architecture: str, tokenizer: Any, ids:
 
 
 @pytest.mark.parametrize("layer_ids", [(LAYERS,), (0, 99)])
-def test_case_15_a_layer_out_of_range_is_refused_with_the_valid_range(
-    layer_ids: Any, model: nn.Module, tokenizer: Any
-) -> None:
+def test_case_15_a_layer_out_of_range_is_refused_with_the_valid_range(layer_ids: Any, model: nn.Module, tokenizer: Any) -> None:
     before = list(model.state_dict())
     with pytest.raises(UserError, match=f"layers 0 to {LAYERS - 1}"):
         eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "layer_ids": layer_ids}))

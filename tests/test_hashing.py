@@ -43,9 +43,7 @@ def wrap(x: int) -> int:
     return (x + 2**63) % 2**64 - 2**63
 
 
-def reference(
-    made: HashPlan, ids: list[int], wrapping: bool = True, floored: bool = True
-) -> tuple[np.ndarray, int, int]:
+def reference(made: HashPlan, ids: list[int], wrapping: bool = True, floored: bool = True) -> tuple[np.ndarray, int, int]:
     """Rows `[T, layers, heads]` in unbounded integers, and how many products wrapped and how many mixes were negative."""
     compressed = [int(made.lookup[i]) for i in ids]
     multipliers, primes, offsets = made.multipliers.tolist(), made.primes.tolist(), made.offsets.tolist()
@@ -151,9 +149,7 @@ def test_positions_before_the_start_read_the_compressed_pad() -> None:
     assert np.array_equal(made.rows(np.array(prefixed))[2:], made.rows(np.array(IDS)))
     assert np.array_equal(tensor_rows(made, prefixed)[2:], tensor_rows(made, IDS))
     assert not np.array_equal(dataclasses.replace(made, pad=3).rows(np.array(IDS)), made.rows(np.array(IDS))), "control"
-    shifted = plan_hashes(
-        EngramConfig(layer_ids=(0, 2), engram_vocab_size=(23, 31)), np.roll(np.arange(17), 3), 17, pad_id=5
-    )
+    shifted = plan_hashes(EngramConfig(layer_ids=(0, 2), engram_vocab_size=(23, 31)), np.roll(np.arange(17), 3), 17, pad_id=5)
     assert shifted.pad == 2, "the plan's pad is compressed"
 
 

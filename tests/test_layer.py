@@ -40,9 +40,7 @@ def draw(engram: Engram, batch: int = 2) -> tuple[Tensor, Tensor]:
     """Hidden states, and rows of which no two are equal within a batch row."""
     generator = torch.Generator().manual_seed(2)
     shape = (batch, LENGTH, WIDTH) if engram.config.hc_mult == 1 else (batch, LENGTH, engram.config.hc_mult, WIDTH)
-    rows = torch.stack(
-        [torch.randperm(ROWS, generator=generator)[: LENGTH * 4].reshape(LENGTH, 4) for _ in range(batch)]
-    )
+    rows = torch.stack([torch.randperm(ROWS, generator=generator)[: LENGTH * 4].reshape(LENGTH, 4) for _ in range(batch)])
     return torch.randn(shape, generator=generator), rows
 
 
@@ -62,9 +60,7 @@ def step(engram: Engram, hidden: Tensor, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("hc_mult", [1, 4])
-@pytest.mark.parametrize(
-    "changes", [{}, {"bias": True}, {"conv": False}, {"zero_init": "table"}, {"dtype": "bfloat16"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"bias": True}, {"conv": False}, {"zero_init": "table"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_fresh_memory_adds_exactly_zero_and_depends_on_the_seed_alone(changes: dict[str, Any], hc_mult: int) -> None:
     engram = make(random=False, hc_mult=hc_mult, **changes)
     hidden, rows = draw(engram)
@@ -83,12 +79,8 @@ def test_a_fresh_memory_adds_exactly_zero_and_depends_on_the_seed_alone(changes:
 def test_after_one_step_the_addend_is_small_because_the_conv_starts_at_zero(zero_init: str) -> None:
     engram, trap = make(random=False, zero_init=zero_init), make(random=False, zero_init=zero_init)
     hidden, rows = draw(engram)
-    trap.short_conv.weight.data.uniform_(
-        -0.5, 0.5, generator=torch.Generator().manual_seed(0)
-    )  # torch's own start for 4 taps
-    assert torch.equal(add(trap, hidden, rows), torch.zeros_like(hidden)), (
-        "the trap is an identity too, until the first step"
-    )
+    trap.short_conv.weight.data.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))  # torch's own start for 4 taps
+    assert torch.equal(add(trap, hidden, rows), torch.zeros_like(hidden)), "the trap is an identity too, until the first step"
     small, large = (step(memory, hidden, rows).square().mean().sqrt() for memory in (engram, trap))
     assert 0 < small < 0.03 and large > 10 * small, (small, large)
 
@@ -218,9 +210,7 @@ def test_the_gate_is_the_formula_and_sigmoid_differs() -> None:
     signed, plain = make(), make(gate="sigmoid")
     hidden, rows = draw(signed)
     embeddings = signed.table(rows)[0]
-    rms = [
-        x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (embeddings @ signed.key_proj.weight.T, hidden)
-    ]
+    rms = [x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (embeddings @ signed.key_proj.weight.T, hidden)]
     score = (rms[0] * signed.key_norm * rms[1] * signed.query_norm).sum(-1) / math.sqrt(WIDTH)
     for engram, expected in ((plain, score.sigmoid()), (signed, (score.sign() * score.abs().sqrt()).sigmoid())):
         assert (engram.gate(embeddings, hidden[:, :, None])[:, :, 0, 0] - expected).abs().max() < 1e-5
@@ -229,9 +219,7 @@ def test_the_gate_is_the_formula_and_sigmoid_differs() -> None:
 
 @pytest.mark.parametrize("memory", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_memory_computes_in_its_own_dtype_and_answers_in_that_of_hidden(
-    hidden_dtype: torch.dtype, memory: str
-) -> None:
+def test_the_memory_computes_in_its_own_dtype_and_answers_in_that_of_hidden(hidden_dtype: torch.dtype, memory: str) -> None:
     engram = make(dtype=memory)
     hidden, rows = draw(engram)
     hidden = hidden.to(hidden_dtype)
@@ -249,9 +237,7 @@ def test_autocast_changes_no_bit_of_output_or_gradient() -> None:
             out = add(engram, hidden, rows)
             assert (torch.mm(hidden[0], hidden[0].T).dtype == torch.bfloat16) == enabled, "control: autocast is on"
         out.square().sum().backward()
-        results.append(
-            [out.detach(), *(p.grad.to_dense() if p.grad.is_sparse else p.grad for p in engram.parameters())]
-        )
+        results.append([out.detach(), *(p.grad.to_dense() if p.grad.is_sparse else p.grad for p in engram.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -34,9 +34,7 @@ class Toy(nn.Module):
     def backward(self, rows: list[int], seed: int, sparse: bool = True) -> None:
         coefficients = torch.randn(len(rows), 4, generator=torch.Generator().manual_seed(seed))
         (
-            F.embedding(torch.tensor(rows, dtype=torch.long), self.table, sparse=sparse).float()
-            @ self.dense
-            * coefficients
+            F.embedding(torch.tensor(rows, dtype=torch.long), self.table, sparse=sparse).float() @ self.dense * coefficients
         ).sum().backward()
 
     def optimizer(self, **options: Any) -> EngramAdamW:
@@ -68,9 +66,7 @@ def test_case_29_the_clip_shrinks_sparse_and_dense_gradients_to_the_joint_norm()
     scale = 1e-4 / (expected + 1e-6)
     assert toy.table.grad.is_sparse and torch.allclose(toy.table.grad.to_dense(), table * scale, rtol=1e-5, atol=0)
     assert torch.allclose(toy.dense.grad, dense * scale, rtol=1e-5, atol=0)
-    assert torch.isclose(clip_grad_norm([toy.dense, toy.table], 1e-4), torch.tensor(1e-4), rtol=1e-3), (
-        "and so it is now 1e-4"
-    )
+    assert torch.isclose(clip_grad_norm([toy.dense, toy.table], 1e-4), torch.tensor(1e-4), rtol=1e-3), "and so it is now 1e-4"
 
 
 def test_a_clip_above_the_norm_changes_no_bit_and_no_gradients_have_norm_zero() -> None:
@@ -198,9 +194,7 @@ def test_three_steps_a_reload_and_three_more_equal_six_to_the_bit(dtype: torch.d
     kept = copy.deepcopy(saved)
     run(second, again, range(3, 6))
     assert torch.equal(second.table, whole.table) and torch.equal(second.dense, whole.dense)
-    assert all(torch.equal(saved["state"][1][key], kept["state"][1][key]) for key in kinds), (
-        "the loaded state is a copy"
-    )
+    assert all(torch.equal(saved["state"][1][key], kept["state"][1][key]) for key in kinds), "the loaded state is a copy"
     forgetful = second.optimizer()
     run(first, forgetful, range(3, 6))
     assert not torch.equal(first.table, whole.table), "control: without the state the steps are others"

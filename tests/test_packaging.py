@@ -99,9 +99,7 @@ def test_case_28_the_command_runs_from_the_wheel(installed: Path) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"engram_graft", next(top for top in tops if top.endswith(".dist-info"))}, (
-        "no top-level cli or probes"
-    )
+    assert tops == {"engram_graft", next(top for top in tops if top.endswith(".dist-info"))}, "no top-level cli or probes"
     package = {name for name in names if name.startswith("engram_graft/")}
     expected = {f"{name.replace('.', '/')}{'/__init__' if name in PACKAGES else ''}.py" for name in modules()}
     assert package == expected | {"engram_graft/py.typed", "engram_graft/probes/neutral.txt"}
@@ -139,9 +137,7 @@ def test_a_public_name_stays_a_function_whatever_was_imported_before() -> None:
         "print(isinstance(EngramConfig, type))",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout.split("\n")[:2] == [str([True] * 9), "True"], done.stdout + done.stderr
 
 

@@ -7,12 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import TEXT, TINY_ENGRAM, randomize, tiny_model
-from engram_graft.probes import ARMS, arms_of, run_probes
-from engram_graft.probes.arms import shuffled
-from engram_graft.probes.locality import hits, locality, neutral_text
-from engram_graft.probes.recall import recall
-from engram_graft.probes.suite import text_loss
-from engram_graft.probes.task_exact import free_answers, normalised, task_exact
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -20,6 +14,12 @@ import engram_graft as eg
 from engram_graft.data import Data, Fact, encode_answer
 from engram_graft.errors import UserError
 from engram_graft.hooks import find_graft, memories
+from engram_graft.probes import ARMS, arms_of, run_probes
+from engram_graft.probes.arms import shuffled
+from engram_graft.probes.locality import hits, locality, neutral_text
+from engram_graft.probes.recall import recall
+from engram_graft.probes.suite import text_loss
+from engram_graft.probes.task_exact import free_answers, normalised, task_exact
 from engram_graft.recipe import LoraOptions, ProbeOptions, Recipe, TrainOptions
 from engram_graft.window import Window
 
@@ -104,9 +104,7 @@ def test_shuffled_permutes_seen_rows_within_each_head_without_fixed_point(grafte
                 moved = of_head[table.seen[of_head]]
                 assert len(moved) > 1 and (table.redirect[moved] != moved).all(), "no seen row stays where it was"
                 assert table.seen[table.redirect[moved]].all(), "a seen row is read as a seen row"
-                assert ((table.redirect[moved] >= start) & (table.redirect[moved] < start + size)).all(), (
-                    "of its own head"
-                )
+                assert ((table.redirect[moved] >= start) & (table.redirect[moved] < start + size)).all(), "of its own head"
 
 
 def test_shuffled_reads_the_redirected_rows_and_restores(grafted: Make, ids: Tensor) -> None:
@@ -231,9 +229,7 @@ def test_seen_filter_holds_after_real_training(tokenizer: Any) -> None:
     model: Any = tiny_model()
     sizes = {"engram_vocab_size": (2003, 2011), "n_head_per_ngram": 4, "seen_filter": True}
     eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, **sizes}))
-    plan = Recipe(
-        lora=LoraOptions(rank=0), train=TrainOptions(max_steps=4, batch_size=3, learning_rate=0.1, recall_every=0)
-    )
+    plan = Recipe(lora=LoraOptions(rank=0), train=TrainOptions(max_steps=4, batch_size=3, learning_rate=0.1, recall_every=0))
     eg.train(model, tokenizer, plan, Data(facts=FACTS))
     bare = tiny_model()
     for text in ("def area(r):\n    return 3.14159 * r * r", "To make bread, mix flour"):
@@ -292,9 +288,7 @@ def test_locality_is_the_kl_to_the_base_at_hits_and_elsewhere(grafted: Make, ids
         assert report[arm]["kl"] == 0 and report[arm]["unchanged_positions"] == 1
 
 
-def test_locality_of_a_memory_that_has_seen_nothing_is_none_at_hits_and_zero_elsewhere(
-    grafted: Make, tokenizer: Any
-) -> None:
+def test_locality_of_a_memory_that_has_seen_nothing_is_none_at_hits_and_zero_elsewhere(grafted: Make, tokenizer: Any) -> None:
     report = locality(grafted(seen_filter=True), tokenizer, arms_of(grafted()), SHORT)
     for scores in report.values():
         assert scores["kl_hit"] is None and scores["hits"] == 0
@@ -311,9 +305,7 @@ def test_the_neutral_text_is_of_some_length_and_none_of_the_recipes_facts() -> N
 # -- recall and task exact
 
 
-def test_recall_counts_exact_answers_and_each_answer_once(
-    grafted: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recall_counts_exact_answers_and_each_answer_once(grafted: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [("The cat sleeps in the", "sun"), ("Velmora exports", "wool"), ("Ostrenk exports", "honey")]
     said = {"sun": " sun and more", "wool": " wo", "honey": " wool"}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engram_graft.probes import run_probes
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
 from engram_graft.bases import ALIASES, _packaged, load_base
 from engram_graft.compress import compress
 from engram_graft.data import Data, load_data
+from engram_graft.probes import run_probes
 from engram_graft.recipe import load_recipe
 from engram_graft.scoring import greedy
 from engram_graft.verify import verify_decoding
@@ -39,9 +39,7 @@ def smollm2(threads: None) -> Any:
 def test_compression_of_smollm2s_own_tokenizer_is_the_golden_one(smollm2: Any) -> None:
     expected = json.loads((Path(__file__).parent / "data" / "geometry.json").read_text())["smollm2_4gram"]
     token_map = compress(smollm2[1])
-    assert (
-        (len(token_map.lookup), token_map.size) == (expected["vocab"], expected["compressed_vocab"]) == (49152, 32873)
-    )
+    assert (len(token_map.lookup), token_map.size) == (expected["vocab"], expected["compressed_vocab"]) == (49152, 32873)
     assert hashlib.sha256(token_map.lookup.astype("<i8").tobytes()).hexdigest() == expected["lookup_sha256"]
     for sample in expected["samples"]:
         ids = smollm2[1](sample["text"])["input_ids"]

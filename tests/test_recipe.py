@@ -228,9 +228,7 @@ def test_stopping_at_recall_needs_recall_to_be_measured() -> None:
 @pytest.mark.parametrize("value", ["fast", 3, ["max_steps"], None])
 def test_a_section_that_is_no_mapping_is_refused(value: Any, tmp_path: Path) -> None:
     path = written(tmp_path, yaml.safe_dump({"train": value}))
-    with pytest.raises(
-        UserError, match=f"recipe section 'train': must be a mapping of options, found {type(value).__name__}"
-    ):
+    with pytest.raises(UserError, match=f"recipe section 'train': must be a mapping of options, found {type(value).__name__}"):
         load_recipe(path)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from conftest import tiny_model
-from engram_graft.cli.train import run
 
+from engram_graft.cli.train import run
 from engram_graft.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -38,9 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_case_39_teacher_forced_does_not_depend_on_the_batch_size(
-    architecture: str, grafted: Make, tokenizer: Any
-) -> None:
+def test_case_39_teacher_forced_does_not_depend_on_the_batch_size(architecture: str, grafted: Make, tokenizer: Any) -> None:
     model = grafted(architecture)
     alone = teacher_forced(model, tokenizer, QUESTIONS, 1)
     assert len(alone) == len(QUESTIONS) and len({round(score.ce, 3) for score in alone}) == len(QUESTIONS)
@@ -114,9 +112,7 @@ def test_greedy_does_not_listen_to_the_models_own_generation_settings(grafted: M
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_teacher_forced_and_greedy_agree_on_what_the_model_would_say(
-    architecture: str, grafted: Make, tokenizer: Any
-) -> None:
+def test_teacher_forced_and_greedy_agree_on_what_the_model_would_say(architecture: str, grafted: Make, tokenizer: Any) -> None:
     """An answer made of the model's own greedy tokens is exact; with one token changed it is not."""
     model = grafted(architecture)
     for prompt, (first, *_) in zip(PROMPTS, greedy(model, tokenizer, PROMPTS, 1), strict=True):
@@ -158,9 +154,7 @@ def test_teacher_forced_ce_is_the_mean_over_the_answers_tokens(grafted: Make, to
 
 
 @pytest.mark.parametrize("ask", [lambda m, t: teacher_forced(m, t, QUESTIONS), lambda m, t: greedy(m, t, PROMPTS, 2)])
-def test_scoring_restores_each_modules_mode_and_keeps_seen_weights_and_gradients(
-    ask: Any, grafted: Make, tokenizer: Any
-) -> None:
+def test_scoring_restores_each_modules_mode_and_keeps_seen_weights_and_gradients(ask: Any, grafted: Make, tokenizer: Any) -> None:
     model = grafted(base={"attention_dropout": 0.5})
     model.train()
     modules = list(model.modules())
@@ -169,9 +163,7 @@ def test_scoring_restores_each_modules_mode_and_keeps_seen_weights_and_gradients
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert ask(model, tokenizer) == ask(model, tokenizer), "no dropout"
     assert [module.training for module in modules] == modes and any(modes) and not all(modes)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items()), (
-        "nothing is marked seen"
-    )
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items()), "nothing is marked seen"
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_ENGRAM, randomize, tiny_model
-from engram_graft.probes import run_probes
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -18,17 +17,14 @@ from engram_graft.errors import PromiseError, UserError
 from engram_graft.hooks import memories
 from engram_graft.optim import EngramAdamW
 from engram_graft.params import is_memory
+from engram_graft.probes import run_probes
 from engram_graft.recipe import Recipe, load_recipe
 from engram_graft.trainer import EngramTrainer
 
 FACTS = Data(
     facts=tuple(
-        Fact(
-            str(n), (f"{name} exports", f"The export of {name} is"), answer, paraphrases=(f"They buy from {name} the",)
-        )
-        for n, (name, answer) in enumerate(
-            [("Velmora", "wool"), ("Ostrenk", "honey"), ("Zaldi", "bread"), ("Mup", "salt")]
-        )
+        Fact(str(n), (f"{name} exports", f"The export of {name} is"), answer, paraphrases=(f"They buy from {name} the",))
+        for n, (name, answer) in enumerate([("Velmora", "wool"), ("Ostrenk", "honey"), ("Zaldi", "bread"), ("Mup", "salt")])
     )
 )
 
@@ -45,9 +41,7 @@ def fresh(tokenizer: Any) -> nn.Module:
     return eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
 
 
-def test_training_refuses_to_start_when_the_fresh_graft_is_no_identity(
-    fresh: nn.Module, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_training_refuses_to_start_when_the_fresh_graft_is_no_identity(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         memories(fresh)[0].value_proj.weight[0, 0] = 1e-3
     before = {n: t.clone() for n, t in fresh.state_dict().items()}
@@ -70,9 +64,7 @@ def test_training_learns_facts_and_moves_no_bit_of_the_base(lora: bool, tokenize
     assert result["recall"] == 1.0 and result["identity"]["bitwise"] and not model.training
 
 
-def test_a_run_writes_its_recipe_its_identity_and_a_line_a_step(
-    fresh: nn.Module, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_run_writes_its_recipe_its_identity_and_a_line_a_step(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
     plan = recipe(tmp_path / "out", lr_scheduler_type="linear")
     result = eg.train(fresh, tokenizer, plan, FACTS)
     files = {path.name for path in (tmp_path / "out").iterdir()}
@@ -98,9 +90,7 @@ def test_a_run_writes_its_recipe_its_identity_and_a_line_a_step(
     assert load_recipe(tmp_path / "out" / "recipe.yaml") == plan
 
 
-def test_without_an_output_nothing_is_written(
-    fresh: nn.Module, tokenizer: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_without_an_output_nothing_is_written(fresh: nn.Module, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     eg.train(fresh, tokenizer, recipe(max_steps=2), FACTS)
     assert not list(tmp_path.iterdir())
@@ -147,9 +137,7 @@ def trainer_of(model: nn.Module, tokenizer: Any, output: Path, **changes: Any) -
     return EngramTrainer(model=model, args=arguments, train_dataset=examples, data_collator=Collator(0))
 
 
-def test_parameter_groups_have_their_rates_and_tables_no_decay(
-    fresh: nn.Module, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_parameter_groups_have_their_rates_and_tables_no_decay(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
     trainer = trainer_of(fresh, tokenizer, tmp_path, weight_decay=0.1)
     groups = trainer.create_optimizer().param_groups
     grouped = [p for group in groups for p in group["params"]]
@@ -175,9 +163,7 @@ def test_case_29_the_trainers_clip_shrinks_row_gradients(fresh: nn.Module, token
     norms: dict[float, list[float]] = {}
     randomize(fresh, scale=0.1)
     for limit in (1e-4, 1e4):
-        trainer = trainer_of(
-            fresh, tokenizer, tmp_path, max_steps=1, max_grad_norm=limit, save_strategy="no", learning_rate=0.0
-        )
+        trainer = trainer_of(fresh, tokenizer, tmp_path, max_steps=1, max_grad_norm=limit, save_strategy="no", learning_rate=0.0)
         trainer.optimizer = Watch(trainer.parameter_groups(fresh), lr=0.0, weight_decay=0.0)
         trainer.train()
         norms[limit] = trainer.optimizer.optimizer.norms
@@ -195,9 +181,7 @@ def test_case_30_rows_never_looked_up_stay_bitwise_equal(fresh: nn.Module, token
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_cases_16_and_17_three_steps_and_three_resumed_equal_six_bitwise(
-    schedule: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_cases_16_and_17_three_steps_and_three_resumed_equal_six_bitwise(schedule: str, tokenizer: Any, tmp_path: Path) -> None:
     def made() -> nn.Module:
         model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
         torch.manual_seed(4)

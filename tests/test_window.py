@@ -50,9 +50,7 @@ def check(past: int, length: int, valid: Tensor | None, segment: Tensor | None, 
         for b in range(batch):
             for t in range(length):
                 if masks[b][past + t]:
-                    expected_whole = [
-                        walk(masks[b], documents[b], past + t, n) is not None for n in range(1, orders + 1)
-                    ]
+                    expected_whole = [walk(masks[b], documents[b], past + t, n) is not None for n in range(1, orders + 1)]
                     assert whole.expand(batch, -1, -1)[b, t].tolist() == expected_whole, (b, t, orders)
     return found
 
