@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from engram_graft.config import DTYPES
-from engram_graft.errors import UserError
+from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
 
@@ -98,6 +99,7 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     return source, {}
 
 
+@functools.cache
 def _from_hub() -> dict[str, Any]:
     """Without a network only the local cache can have it: asked at once, rather than after a minute of retries."""
     try:
@@ -113,9 +115,8 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"base {name!r} could not be loaded: {reason} Give a directory, a .gguf file, an alias ({', '.join(ALIASES)}) or a hub "
+            f"base {name!r} could not be loaded: {first_line(error)} Give a directory, a .gguf file, an alias ({', '.join(ALIASES)}) or a hub "
             "id that can be reached or is in the local cache"
         ) from error
 

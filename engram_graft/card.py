@@ -11,7 +11,7 @@ def model_card(directory: Path, described: Mapping[str, Any]) -> str:
     config, base, merged = described["config"], described["base"]["name"], described["merged"]
     lines = ["---", "library_name: engram-graft", "tags: [engram, memory]"]
     # a hub id as the base is a link on the hub; a path or an alias would be a broken one
-    if base.count("/") == 1 and not base.startswith((".", "/", "~")):
+    if base.count("/") == 1 and not base.startswith((".", "/", "~")) and not Path(base).exists():
         lines.append(f"base_model: {base}")
     lines += ["---", "", f"# Engram memory {'merged into' if merged else 'for'} {base}", ""]
     lines.append(
@@ -31,7 +31,7 @@ def model_card(directory: Path, described: Mapping[str, Any]) -> str:
             "`AutoModelForCausalLM.from_pretrained` opens this directory too, as the base with LoRA merged and **without the memory**; "
             "it lists the memory's tensors as unexpected."
         )
-    else:
+    elif "adapter_model.safetensors" in described["files"]:
         lines.append(
             "`AutoModelForCausalLM.from_pretrained` on this directory would load the LoRA adapter **without the memory**; use `load_graft`."
         )

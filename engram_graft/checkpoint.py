@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,16 +23,16 @@ from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.card import model_card
 from engram_graft.compress import TokenMap, compress, extend_lookup
 from engram_graft.config import EngramConfig
-from engram_graft.errors import UserError
+from engram_graft.errors import UserError, first_line
 from engram_graft.hashing import HashPlan
-from engram_graft.hooks import attach, find_graft
+from engram_graft.hooks import attach, find_graft, memories, require_bare, ungraft
 from engram_graft.locate import embedding_weight, locate, unwrap
 from engram_graft.output import all_or_nothing
-from engram_graft.params import is_memory
+from engram_graft.params import adapter_names, is_memory
 
 FORMAT = 1
 CONFIG_FILE, TENSOR_FILE = "engram_config.json", "engram.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _INTEGERS = ("lookup", "multipliers", "primes", "offsets", "pad")
 
 
@@ -42,19 +42,25 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
     Files of the same names are replaced, each whole: a failure leaves what was there.
 
     Raises:
-        UserError: the model has no memory, or the directory cannot be written.
+        UserError: the model has no memory, its adapters are not PEFT's "default" ones, or the directory cannot be written.
     """
     find_graft(model)
     with all_or_nothing(directory) as scratch:
-        if isinstance(model, PeftModel):
-            model.save_pretrained(str(scratch), save_embedding_layers=False)
+        peft = _peft_model(model)
+        if peft is not None:
+            peft.save_pretrained(str(scratch), save_embedding_layers=False)
+        if adapter_names(model) and not (scratch / ADAPTER_FILE).exists():
+            raise UserError(
+                "the model's adapters cannot be saved with the graft: add them with get_peft_model(model, config), whose adapter "
+                "name is 'default'"
+            )
         tensors = memory_tensors(model)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             scratch / TENSOR_FILE,
             metadata={"format": "pt"},
         )
-        files = [name for name in (TENSOR_FILE, ADAPTER_FILE) if (scratch / name).exists()]
+        files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (scratch / name).exists()]
         described = describe(model, {name: file_hash(scratch / name) for name in files})
         (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         (scratch / "README.md").write_text(model_card(Path(directory), described), encoding="utf-8")
@@ -102,8 +108,9 @@ def load_graft(
     embedding_rows = embedding_weight(model).shape[0]
     if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
+    require_bare(model)
     if ADAPTER_FILE in described["files"]:
-        model = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
+        model = _with_adapter(model, directory, trainable)
     restore(model, config, plan, token_map, tensors, trainable)
     return model.eval(), tokenizer
 
@@ -117,8 +124,28 @@ def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str,
             raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
         if file_hash(directory / name) != expected:
             raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
-    tensors = read_tensors(directory, [name for name in described["files"] if name != ADAPTER_FILE])
+    tensors = read_tensors(directory, [name for name in described["files"] if name not in (ADAPTER_FILE, ADAPTER_CONFIG)])
     return described, config, tensors, _plan(directory, config, tensors)
+
+
+def _peft_model(model: nn.Module) -> PeftModel | None:
+    """The PeftModel under torch.compile or DDP, if any."""
+    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+
+
+def _with_adapter(model: nn.Module, directory: Path, trainable: bool) -> PeftModel:
+    """The model with the directory's adapter, every tensor of which has to find its place."""
+    try:
+        loaded = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise UserError(f"{directory}: its LoRA adapter cannot be loaded ({first_line(error)})") from error
+    with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
+        stored = set(file.keys())
+    own = set(get_peft_model_state_dict(loaded, save_embedding_layers=False))
+    if stored != own:
+        loaded.unload()
+        raise UserError(f"{directory / ADAPTER_FILE}: does not fit {ADAPTER_CONFIG}: {', '.join(sorted(stored ^ own)[:4])}")
+    return loaded
 
 
 def memory_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -139,9 +166,10 @@ def canonical_name(name: str) -> str:
 def describe(model: nn.Module, files: Mapping[str, str], merged: bool = False) -> dict[str, Any]:
     """The contents of `engram_config.json`; `files` maps each safetensors file to its sha256."""
     ngram_hash, base = find_graft(model), unwrap(model)
+    dtype = str(memories(model)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
     return {
         "format": FORMAT,
-        "config": ngram_hash.config.to_dict(),
+        "config": {**ngram_hash.config.to_dict(), "dtype": dtype},
         "tokenizer": {
             "fingerprint": ngram_hash.token_map.fingerprint,
             "ids": len(ngram_hash.token_map.lookup),
@@ -239,7 +267,11 @@ def restore(
 ) -> None:
     """Attach a memory to `model` and give it these tensors. Strict: every tensor is there, none is over, shapes and dtypes are equal."""
     attach(locate(model), config, plan, token_map)
-    fill(model, tensors)
+    try:
+        fill(model, tensors)
+    except UserError:
+        ungraft(model)
+        raise
     for name, parameter in model.named_parameters():
         if is_memory(name):
             parameter.requires_grad_(trainable)

@@ -30,7 +30,7 @@ class TokenMap:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the keys in id order: differs for any tokenizer that would hash a text to other rows."""
+        """sha256 of the keys in id order: two vocabularies whose ids would be hashed otherwise differ in it."""
         return hashlib.sha256("\x00".join(self.keys).encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset, load_dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.errors import UserError
+from engram_graft.errors import UserError, first_line
 
 IGNORED = -100  # the label that transformers' losses skip
 _TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -25,7 +25,7 @@ _LIST_FIELDS = ("aliases", "paraphrases")
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood must stay as it was."""
+    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood (what must stay as it was) is kept."""
 
     id: str
     prompts: tuple[str, ...]
@@ -81,7 +81,7 @@ def load_data(source: str) -> Data:
         dataset = load_dataset(source, split="train")
     except Exception as error:  # the hub's errors have no common class
         raise UserError(
-            f"{source}: no such file or folder, and the hub did not give a dataset of this name ({_line(error)})"
+            f"{source}: no such file or folder, and the hub did not give a dataset of this name ({first_line(error)})"
         ) from error
     return _records(source, ((f"row {n}", row) for n, row in enumerate(dataset, 1)))
 
@@ -129,7 +129,7 @@ def _parquet(path: Path) -> Iterable[tuple[str, Any]]:
     try:
         dataset = Dataset.from_parquet(str(path))
     except Exception as error:  # pyarrow's and datasets' errors have no common class
-        raise UserError(f"{path}: not a parquet file ({_line(error)})") from error
+        raise UserError(f"{path}: not a parquet file ({first_line(error)})") from error
     return ((f"row {number}", row) for number, row in enumerate(dataset, 1))
 
 
@@ -263,7 +263,3 @@ class Collator:
             batch["logits_to_keep"] = torch.arange(max(first - 1, 0), length)
             batch["labels"] = labels[:, max(first - 1, 0) :]
         return batch
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

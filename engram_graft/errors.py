@@ -7,3 +7,8 @@ class UserError(ValueError):
 
 class PromiseError(RuntimeError):
     """A promise of this toolkit that was checked and does not hold (exit code 1 on the command line)."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says first."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -22,14 +22,14 @@ from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.output import new_directory
 from engram_graft.params import adapter_names, base_name
-from engram_graft.verify import TEXTS
+from engram_graft.verify import TEXTS, unfiltered
 
 
 def export_merged(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | Path, max_shard_size: str = "5GB"
 ) -> dict[str, Any]:
     """Write a grafted model as one directory that opens anywhere: `load_graft` gives it back whole, `AutoModelForCausalLM` gives
-    the base with LoRA merged. LoRA is merged in float32 and cast once; `model` itself is not changed.
+    the base with LoRA merged. LoRA is merged in float32 and cast once; no weight of `model` is changed.
 
     Returns:
         {"max_difference": largest logit difference between the reloaded and the unmerged model, "flips": positions where the most
@@ -50,7 +50,7 @@ def export_merged(
             base.save_pretrained(target, state_dict=dict(merged), max_shard_size=max_shard_size)
         tokenizer.save_pretrained(target)
         described = describe(model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True)
-        bare = AutoModelForCausalLM.from_pretrained(target, dtype=base.dtype)
+        bare = AutoModelForCausalLM.from_pretrained(target, dtype=base.dtype).to(base.device)
         described["base"]["fingerprint"] = fingerprint(bare)
         (target / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         (target / "README.md").write_text(model_card(target, described), encoding="utf-8")
@@ -130,7 +130,7 @@ def _compare(model: nn.Module, reloaded: nn.Module, tokenizer: PreTrainedTokeniz
     largest, flips, positions = 0.0, 0, 0
     for text in TEXTS:
         ids = tokenizer(text, return_tensors="pt")["input_ids"].to(unwrap(model).device)
-        with no_learning(model), no_learning(reloaded):
+        with no_learning(model), no_learning(reloaded), unfiltered(model), unfiltered(reloaded):
             before, after = model(input_ids=ids).logits, reloaded(input_ids=ids).logits
         largest = max(largest, float((before.float() - after.float()).abs().max()))
         flips += int((before.argmax(-1) != after.argmax(-1)).sum())

@@ -74,8 +74,7 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
 
 def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap) -> Graft:
     """Attach a memory whose integers are known: what `graft` and `load_graft` share."""
-    if hasattr(located.decoder, "engram_hash"):
-        raise UserError("the model is grafted already: ungraft(model) first, or load the base anew")
+    require_bare(located.base)
     count = len(located.layers)
     for layer_id in config.layer_ids:
         if layer_id >= count:
@@ -100,6 +99,12 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
     hooks += [layer.register_forward_pre_hook(_layer_pre_hook, with_kwargs=True) for layer in located.layers]
     ngram_hash.handles = hooks
     return ngram_hash
+
+
+def require_bare(model: nn.Module) -> None:
+    """Raise `UserError` if the model carries a graft."""
+    if hasattr(locate(model).decoder, "engram_hash"):
+        raise UserError("the model is grafted already: ungraft(model) first, or load the base anew")
 
 
 def ungraft(model: nn.Module) -> nn.Module:
@@ -145,9 +150,12 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
                 if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
                     module.enable_adapters(False)
                     stack.callback(module.enable_adapters, True)
-        yield model
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable[name])
+        try:
+            yield model
+        finally:
+            stack.close()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trainable[name])
 
 
 def find_graft(model: nn.Module) -> Graft:
@@ -165,19 +173,16 @@ def memories(model: nn.Module) -> list[Engram]:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What training changes: the memory's parameters and those of the adapters, by name.
+    """What training changes: the memory's parameters and those of the active adapters, by name.
 
-    Makes it so as well: `get_peft_model` on a grafted model, or loading, leaves the memory frozen; this thaws it.
+    Makes it so as well: `get_peft_model` on a grafted model leaves the memory frozen, loading leaves both; this thaws them.
     Raises `UserError` if the model has no memory.
     """
     find_graft(model)
-    adapters = adapter_names(model)
-    trainable = {}
-    for name, parameter in model.named_parameters():
-        if is_memory(name):
-            parameter.requires_grad_(True)
-        if is_memory(name) or (name in adapters and parameter.requires_grad):
-            trainable[name] = parameter
+    adapters = adapter_names(model, active=True)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if is_memory(name) or name in adapters}
+    for parameter in trainable.values():
+        parameter.requires_grad_(True)
     return trainable
 
 

@@ -1,4 +1,4 @@
-"""Writing results so that a reader sees all of them or none."""
+"""Writing results so that a failure leaves no half of them: whole files, moved into place at the end."""
 
 import contextlib
 import os

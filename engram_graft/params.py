@@ -9,13 +9,15 @@ def is_memory(name: str) -> bool:
     return ".engram." in f".{name}" or ".engram_hash." in f".{name}"
 
 
-def adapter_names(model: nn.Module) -> set[str]:
-    """Names, as `model.named_parameters()` gives them, of the parameters that PEFT added."""
+def adapter_names(model: nn.Module, active: bool = False) -> set[str]:
+    """Names, as `model.named_parameters()` gives them, of the parameters that PEFT added; only active adapters' if so asked."""
     prefixes = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            prefixes += [f"{name}.{layer}." for layer in module.adapter_layer_names]
-    return {n for n, _ in model.named_parameters() if n.startswith(tuple(prefixes)) or ".modules_to_save." in n}
+            parts = module.active_adapters if active else [""]
+            prefixes += [f"{name}.{layer}.{part}".rstrip(".") + "." for layer in module.adapter_layer_names for part in parts]
+    saved = {n for n, p in model.named_parameters() if ".modules_to_save." in n and (p.requires_grad or not active)}
+    return {n for n, _ in model.named_parameters() if n.startswith(tuple(prefixes))} | saved
 
 
 def base_name(name: str) -> str:

@@ -68,13 +68,15 @@ class Progress(TrainerCallback):
 class Metrics(TrainerCallback):
     """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured."""
 
-    def __init__(self, path: Path, progress: Progress):
-        self.path, self.progress = path, progress
+    def __init__(self, path: Path, progress: Progress, table_rate_multiplier: float):
+        self.path, self.progress, self.table_rate_multiplier = path, progress, table_rate_multiplier
         self.last: dict[str, Any] = {}
         self.start = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()
+        if not state.global_step:  # not a run that goes on: what an earlier one wrote here is over
+            self.path.unlink(missing_ok=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
@@ -82,12 +84,11 @@ class Metrics(TrainerCallback):
         # from the optimizer's own count: telemetry must not cost what the table does
         tables = [group for group in optimizer.param_groups if group["table"]]
         touched = sum(optimizer.state.get(table, {}).get("touched", 0) for group in tables for table in group["params"])
-        multiplier = tables[0]["initial_lr"] / optimizer.param_groups[0]["initial_lr"]
         line = {
             "step": state.global_step,
             "loss": logs["loss"],
             "learning_rate": logs["learning_rate"],
-            "table_rate": logs["learning_rate"] * multiplier,
+            "table_rate": logs["learning_rate"] * self.table_rate_multiplier,
             "grad_norm": logs.get("grad_norm"),
             "rows_touched": touched,
             "seconds": round(time.perf_counter() - self.start, 3),

@@ -43,6 +43,9 @@ class EngramTrainer(Trainer):
         self.table_rate_multiplier = table_rate_multiplier
         self.lora_learning_rate = lora_learning_rate
         super().__init__(*args, **kwargs)
+        if self.args.world_size > 1:
+            raise UserError(f"{self.args.world_size} processes: rows are not exchanged between processes yet; start one")
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # DataParallel's replicas would forget which rows they saw
 
     @property
     def _model(self) -> nn.Module:
@@ -101,6 +104,10 @@ class EngramTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         fill(model, read_tensors(Path(resume_from_checkpoint), [TENSOR_FILE]))
 
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
 
 def train(
     model: nn.Module,
@@ -152,7 +159,7 @@ def train(
                     (files / "identity.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         recall = RecallProbe(tokenizer, questions, options) if questions and options.recall_every else None
         progress = Progress(options.max_steps)
-        metrics = Metrics(output / "metrics.jsonl", progress)
+        metrics = Metrics(output / "metrics.jsonl", progress, options.table_rate_multiplier)
         trainer = EngramTrainer(
             model=model,
             args=_arguments(options, output, model),
@@ -210,6 +217,8 @@ def _arguments(options: TrainOptions, output: Path, model: nn.Module) -> Trainin
         "dataloader_pin_memory": unwrap(model).device.type == "cuda",
         "use_cpu": unwrap(model).device.type == "cpu",
     }
+    if owned := sorted((settings.keys() - {"report_to"}) & options.trainer.keys()):
+        raise UserError(f"train.trainer sets {', '.join(owned)}: those are set by the train section's own options")
     try:
         return TrainingArguments(**settings | options.trainer)
     except (TypeError, ValueError) as error:

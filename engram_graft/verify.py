@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.hooks import disable_graft, find_graft, memories
+from engram_graft.hooks import disable_graft, memories
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.params import adapter_names, is_memory
@@ -59,7 +59,8 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
             subject = _base_cast(copy.deepcopy(model), getattr(torch, dtype))
         for mode in ("eval", "train"):
             for check, run in (("texts", _texts), ("left-padded batch", _left_padded), ("cached decode", _decoded)):
-                with no_learning(subject, mode == "train"), _unfiltered(subject):
+                learning = mode == "train"  # with gradients too, as training runs it
+                with no_learning(subject, learning), torch.set_grad_enabled(learning), unfiltered(subject):
                     difference, count, equal = _compare(subject, lambda run=run, subject=subject: run(subject, batches))  # type: ignore[misc]
                 entry = {"dtype": dtype, "mode": mode, "check": check, "logits": count, "max_difference": difference}
                 report["checks"].append(entry)
@@ -76,7 +77,8 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
 def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS) -> dict[str, Any]:
     """Compare the ways of running a grafted model, trained or not, with one full forward of each text.
 
-    Token by token and in chunks of 4 from a cache, and in a left-padded batch. Kernels add up in another order for another shape, so
+    Token by token and in chunks of 4 from a cache, and in a left-padded batch; with the seen filter off, so that the memory speaks at
+    every position of any text. Kernels add up in another order for another shape, so
     the bare base differs a little between these ways too; it is the control.
 
     Returns:
@@ -98,7 +100,7 @@ def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts:
         return [logits[row : row + 1, -ids.shape[1] :] for row, ids in enumerate(alone)]
 
     ways = {"token by token": one_by_one, "chunks of 4": chunks, "left-padded batch": padded}
-    with no_learning(model):
+    with no_learning(model), unfiltered(model):
         differences = {way: _largest(run(), [model(ids).logits for ids in alone]) for way, run in ways.items()}
         with disable_graft(model, lora=True):
             control = {way: _largest(run(), [model(ids).logits for ids in alone]) for way, run in ways.items()}
@@ -175,7 +177,7 @@ def _nudges(model: nn.Module, batches: dict[str, Any], dtype: str) -> list[dict[
         with torch.no_grad():
             zero.add_(0.02)
         try:
-            with no_learning(model), _unfiltered(model):
+            with no_learning(model), unfiltered(model):
                 difference, _, equal = _compare(model, lambda: _texts(model, batches))
         finally:
             with torch.no_grad():
@@ -189,7 +191,7 @@ def _nudges(model: nn.Module, batches: dict[str, Any], dtype: str) -> list[dict[
 
 
 def _largest(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    return max(float((a.float() - b.float()).abs().max()) for a, b in zip(expected, found, strict=True))
+    return max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in zip(expected, found, strict=True))
 
 
 def _base_cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -204,15 +206,15 @@ def _base_cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _unfiltered(model: nn.Module) -> Iterator[None]:
-    """With the seen filter off: it would hide a fresh memory, of which nothing has been seen."""
-    find_graft(model)
+def unfiltered(model: nn.Module) -> Iterator[None]:
+    """With the seen filter off, so that every position reads the memory; what is seen is afterwards as before."""
     tables = [memory.table for memory in memories(model)]
-    before = [table.seen_filter for table in tables]
+    before = [(table.seen_filter, table.seen.clone()) for table in tables]
     for table in tables:
         table.seen_filter = False
     try:
         yield
     finally:
-        for table, value in zip(tables, before, strict=True):
-            table.seen_filter = value
+        for table, (seen_filter, seen) in zip(tables, before, strict=True):
+            table.seen_filter = seen_filter
+            table.seen.copy_(seen)

@@ -56,8 +56,10 @@ def locality(
                 base = model(input_ids=window).logits[0]
             log_base = base.float().log_softmax(-1)
             for name, arm in arms.items():
-                with arm(model):
-                    logits = model(input_ids=window).logits[0]
+                logits = base
+                if name != "base":
+                    with arm(model):
+                        logits = model(input_ids=window).logits[0]
                 same[name].append((logits == base).all(-1))
                 log_arm = logits.float().log_softmax(-1)
                 kl[name].append((log_base.exp() * (log_base - log_arm)).sum(-1))

@@ -15,20 +15,27 @@ def recall(
 ) -> dict[str, Any]:
     """Over (prompt, answer) pairs: shares of exact answers, mean nats per answer token, and how many pairs.
 
-    `greedy_exact` decodes freely with the cache and compares the answer's tokens; `teacher_forced_exact` and `answer_ce` read the
-    answer's own tokens. No score depends on the batch size.
+    `greedy_exact` decodes freely with the cache: the answer's tokens, and then the end or another word ("woollen" is not "wool").
+    `teacher_forced_exact` and `answer_ce` read the answer's own tokens. No score depends on the batch size.
     """
     answers = [encode_answer(tokenizer, prompt, answer)[1] for prompt, answer in questions]
     said: dict[int, list[int]] = {}
-    for length in sorted(set(map(len, answers))):  # no prompt is decoded for longer than its own answer
+    for length in sorted(set(map(len, answers))):  # no prompt is decoded for much longer than its own answer
         of_length = [n for n, answer in enumerate(answers) if len(answer) == length]
-        texts = greedy(model, tokenizer, [questions[n][0] for n in of_length], length, batch_size)
+        texts = greedy(model, tokenizer, [questions[n][0] for n in of_length], length + 1, batch_size)
         said.update(zip(of_length, texts, strict=True))
     forced = teacher_forced(model, tokenizer, questions, batch_size)
     n = len(questions)
     return {
-        "greedy_exact": sum(said[i] == answer for i, answer in enumerate(answers)) / n,
+        "greedy_exact": sum(_says(tokenizer, said[i], answer) for i, answer in enumerate(answers)) / n,
         "teacher_forced_exact": sum(score.exact for score in forced) / n,
         "answer_ce": sum(score.ce for score in forced) / n,
         "n": n,
     }
+
+
+def _says(tokenizer: PreTrainedTokenizerBase, said: list[int], answer: list[int]) -> bool:
+    if said[: len(answer)] != answer:
+        return False
+    beyond = tokenizer.decode(said)[len(tokenizer.decode(answer)) :]
+    return not beyond[:1].isalnum()
