@@ -32,7 +32,7 @@ def options(context: typer.Context, debug: bool = typer.Option(False, "--debug",
 
 
 def main() -> None:
-    """Entry point. Exit code 1 when a promise that was checked does not hold, 2 for a wrong input, each with one line."""
+    """Entry point. Exit code 1 when a promise that was checked does not hold, 2 for a wrong input, each with one line; 3 for a fault."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the GGUF loader's bar has no other switch
     debug = "--debug" in sys.argv
     if debug:
@@ -45,6 +45,10 @@ def main() -> None:
         message = error.format_message() if isinstance(error, _UsageError) else str(error)
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(1 if isinstance(error, PromiseError) else 2)
+    except Exception:  # a fault of ours or of a library: neither a broken promise (1) nor a wrong input (2)
+        traceback.print_exc()
+        print("error: unexpected, see above; please report it", file=sys.stderr)
+        sys.exit(3)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)

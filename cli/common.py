@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engram_graft.errors import UserError
+from engram_graft.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from engram_graft.recipe import Recipe
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cpu or cuda:0. [default: cuda if there is one, else cpu]")]
-Dtype = Annotated[str | None, typer.Option(help="The base's dtype: float32, bfloat16 or float16. [default: float32]")]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run, e.g. cpu or cuda:0.", show_default="cuda if there is one, else cpu")
+]
+_DTYPE = "The base's dtype: float32, bfloat16 or float16."
+Dtype = Annotated[str | None, typer.Option(help=_DTYPE, show_default="float32")]
+RecordedDtype = Annotated[str | None, typer.Option("--dtype", help=_DTYPE, show_default="the one it was trained with")]
 
 
 def parse_layers(text: str) -> list[int]:
@@ -29,7 +33,7 @@ def parse_layers(text: str) -> list[int]:
 
 def examples(*commands: str) -> str:
     """The end of a command's help."""
-    return "Examples:\n\n" + "\n\n".join(commands)
+    return "Examples:\n\n" + "\n\n".join(command.replace("[", "\\\\[") for command in commands)
 
 
 def quiet() -> None:
@@ -57,7 +61,7 @@ def pick_device(device: str | None) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device!r}: not available here ({str(error).splitlines()[0]})") from error
+        raise UserError(f"--device {device!r}: not available here ({first_line(error)})") from error
     return device
 
 
@@ -85,7 +89,10 @@ def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, Pr
     try:
         return get_peft_model(model, options), tokenizer
     except ValueError as error:
-        raise UserError(f"lora.target_modules={list(recipe.lora.target_modules)}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"lora.target_modules={list(recipe.lora.target_modules)}: {first_line(error)} Name this base's linear layers with "
+            "--set lora.target_modules=[...], or pass --lora-rank 0"
+        ) from error
 
 
 def open_graft(directory: str, device: str | None, dtype: str | None = None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":

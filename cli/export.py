@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
+from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet
 
 HELP_END = examples(
     "engram-graft export runs/demo --output runs/demo-merged",
@@ -15,7 +15,7 @@ HELP_END = examples(
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory.")],
     output: Annotated[str, typer.Option(help="Directory to make; must not exist or be empty.")],
-    dtype: Dtype = None,
+    dtype: RecordedDtype = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     device: Device = None,
     json: Json = False,

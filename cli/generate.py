@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet
+from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -17,7 +17,7 @@ def command(
     directory: Annotated[str, typer.Argument(help="A graft or merged directory.")],
     prompt: Annotated[list[str], typer.Option(help="Text to continue; may be given several times.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 24,
-    dtype: Dtype = None,
+    dtype: RecordedDtype = None,
     device: Device = None,
     json: Json = False,
 ) -> None:

@@ -1,11 +1,12 @@
 """`engram-graft probe`: all arms of a trained graft, as a table, probes.json and a picture."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, open_graft, quiet, say
+from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet, say
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -16,28 +17,39 @@ HELP_END = examples(
 
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory.")],
-    data: Annotated[str | None, typer.Option(help="Facts or text to probe. [default: what the graft was trained on]")] = None,
-    output: Annotated[
-        str | None, typer.Option(help="Where probes.json and report.png go. [default: the graft directory]")
+    data: Annotated[
+        str | None, typer.Option(help="Facts or text to probe.", show_default="what the graft was trained on")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts at a time; no score depends on it.")] = 64,
+    output: Annotated[
+        str | None, typer.Option(help="Where probes.json and report.png go.", show_default="the graft directory")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts at a time; no score depends on it.", show_default="the recipe's")
+    ] = None,
     show_examples: Annotated[int, typer.Option("--examples", help="Answers to show side by side.")] = 3,
-    dtype: Dtype = None,
+    dtype: RecordedDtype = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
     """Show by causal ablation what the memory does: base, graft, memory off, shuffled addresses, LoRA off."""
     from engram_graft.data import load_data
-    from engram_graft.recipe import ProbeOptions
+    from engram_graft.recipe import ProbeOptions, load_recipe
 
     quiet()
+    if data and not output:
+        raise UserError("--data needs --output: the graft's own probes.json is about the data it was trained on")
+    own = Path(directory) / "recipe.yaml"
+    options = load_recipe(own).probe if own.is_file() else ProbeOptions()
+    options = dataclasses.replace(
+        options, batch_size=options.batch_size if batch_size is None else batch_size, examples=show_examples
+    )
     facts = load_data(data) if data else trained_on(directory)
     model, tokenizer = open_graft(directory, device, dtype)
-    report = probe_into(model, tokenizer, facts, ProbeOptions(batch_size=batch_size), Path(output or directory), {})
+    report = probe_into(model, tokenizer, facts, options, Path(directory), Path(output or directory), {})
     if json:
         emit(report)
     else:
-        show(report, show_examples)
+        show(report, options.examples)
 
 
 def trained_on(directory: str) -> Any:
@@ -51,8 +63,10 @@ def trained_on(directory: str) -> Any:
     return load_data(recipe.data).with_forms(recipe.train.forms)
 
 
-def probe_into(model: Any, tokenizer: Any, data: Any, options: Any, output: Path, extra: dict[str, Any]) -> dict[str, Any]:
-    """Run the probes and write probes.json, report.png and the model card's numbers; results that are there already are kept."""
+def probe_into(
+    model: Any, tokenizer: Any, data: Any, options: Any, graft: Path, output: Path, checks: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the probes and write probes.json and report.png into `output`, with the checks and curves that the directory `graft` has."""
     import json
 
     from rich.console import Console
@@ -63,18 +77,21 @@ def probe_into(model: Any, tokenizer: Any, data: Any, options: Any, output: Path
     from engram_graft.probes.plot import plot
     from engram_graft.probes.suite import run_probes
 
-    before = json.loads(path.read_text()) if (path := output / "probes.json").is_file() else {}
-    kept = {key: before[key] for key in ("identity", "decoding") if key in before}
-    if (path := output / "identity.json").is_file():
-        kept["identity"] = json.loads(path.read_text())
+    try:
+        before = json.loads(path.read_text()) if (path := graft / "probes.json").is_file() else {}
+        kept = {key: before[key] for key in ("identity", "decoding") if key in before}
+        if (path := graft / "identity.json").is_file():
+            kept["identity"] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error.msg}); remove it and probe again") from error
     with Console(stderr=True).status("probing") as status:
         report = run_probes(model, tokenizer, data, options, lambda arm: status.update(f"probing {arm}"))
-    report = {**report, **kept, **extra}
+    report = {**report, **kept, **checks}
     if "identity" in report:
         report["identity"] = {key: report["identity"][key] for key in ("bitwise", "logits")}
     with all_or_nothing(output) as files:
         (files / "probes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        plot(report, output / "metrics.jsonl", files / "report.png")
+        plot(report, graft / "metrics.jsonl", files / "report.png")
     if (output / CONFIG_FILE).is_file():
         described = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
         (output / "README.md").write_text(model_card(output, described), encoding="utf-8")
@@ -114,15 +131,10 @@ def show(report: dict[str, Any], examples: int) -> None:
             if part in report["arms"]["base"]
         }
         say(f"          n: {counts}; the base knew {report['known']} of the trained prompts before")
-    chosen = sorted(report.get("examples", []), key=lambda e: e["graft"] != e["answer"])[
-        :: max(1, len(report.get("examples", [])) // 3)
-    ]
-    for example in chosen[:examples]:
-        console.print(
-            f"\n[bold]{example['prompt']}[/bold]\n  base:  {example['base']!r}\n  graft: {example['graft']!r}",
-            highlight=False,
-        )
-    console.print()
+    rows = sorted(report.get("examples", []), key=lambda row: row["graft"] != row["answer"])
+    for row in rows[:: max(1, len(rows) // max(1, examples))][:examples]:
+        print(f"\n{row['prompt']}\n  base:  {row['base']!r}\n  graft: {row['graft']!r}")
+    print(flush=True)
 
 
 def _share(scores: dict[str, Any] | None, key: str) -> str:

@@ -24,16 +24,18 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="Facts (.jsonl .json .csv .parquet), text (file or folder), or a hub dataset.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Decoder layers that get a memory, counted from 0. [default: 2,6]")] = None,
-    output: Annotated[str | None, typer.Option(help="Directory to make; must not exist or be empty.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps. [default: 100]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step. [default: 32]")] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Of the memory's dense parts; tables get 5 times it. [default: 1e-3]")
+    layers: Annotated[
+        str | None, typer.Option(help="Decoder layers that get a memory, counted from 0.", show_default="2,6")
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="0 trains the memory alone. [default: 8]")] = None,
+    output: Annotated[str | None, typer.Option(help="Directory to make; must not exist or be empty.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="100")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step.", show_default="32")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of the memory's dense parts; tables get 5 times it.", show_default="1e-3")
+    ] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="0 trains the memory alone.", show_default="8")] = None,
     dtype: Dtype = None,
-    seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory.", show_default="0")] = None,
     merged: Annotated[str | None, typer.Option(help="Also export a merged model to this directory.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="Any other option of a recipe, e.g. train.max_grad_norm=0.5.")
@@ -103,17 +105,16 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
             f"trained   {result['steps']} steps in {result['seconds']:.0f} s, {result['rows_touched']:,} rows touched, "
             f"{result['tokens_per_second']:.0f} tokens/s"
         )
-        decoding = verify_decoding(model, tokenizer)
-        if not decoding["ok"]:
-            raise PromiseError(f"the trained memory answers differently from a cache: {decoding}")
-        result["decoding"] = decoding
-        if probe:
-            from engram_graft.cli.probe import probe_into, show
+    # the graft is whole by now: nothing that fails from here on takes it away
+    decoding = verify_decoding(model, tokenizer)
+    if not decoding["ok"]:
+        raise PromiseError(f"the trained memory, saved in {recipe.output}, answers differently from a cache: {decoding}")
+    result["decoding"] = decoding
+    if probe:
+        from engram_graft.cli.probe import probe_into, show
 
-            result["probes"] = probe_into(
-                model, tokenizer, data, recipe.probe, output, {"identity": identity, "decoding": decoding}
-            )
-    # the graft is whole by now: a failed export leaves it so
+        checks = {"identity": identity, "decoding": decoding}
+        result["probes"] = probe_into(model, tokenizer, data, recipe.probe, output, output, checks)
     if recipe.merged:
         from engram_graft.export import export_merged
 

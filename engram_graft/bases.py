@@ -82,10 +82,10 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     alias = ALIASES.get(name.lower())
     source = Path(name)
     if alias is not None:
-        packaged = _packaged(alias)
-        if packaged is None:
+        carried = packaged(alias)
+        if carried is None:
             return alias.hub, _from_hub()
-        source = packaged
+        source = carried
     elif not source.exists():
         if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
             raise UserError(f"base {name!r}: no such file or directory")
@@ -116,12 +116,12 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"base {name!r} could not be loaded: {first_line(error)} Give a directory, a .gguf file, an alias ({', '.join(ALIASES)}) or a hub "
-            "id that can be reached or is in the local cache"
+            f"base {name!r} could not be loaded: {first_line(error)} Give a directory, a .gguf file, an alias "
+            f"({', '.join(ALIASES)}) or a hub id that can be reached or is in the local cache"
         ) from error
 
 
-def _packaged(alias: Alias) -> Path | None:
+def packaged(alias: Alias) -> Path | None:
     spec = importlib.util.find_spec(alias.package) if alias.package else None
     if spec is None or spec.origin is None:
         return None

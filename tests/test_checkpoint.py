@@ -232,3 +232,69 @@ def test_a_failed_save_leaves_the_old_graft_whole(saved: Path, grafted: Any, mon
 def test_a_moved_graft_still_loads(saved: Path, tmp_path: Path, ids: torch.Tensor) -> None:
     shutil.move(saved, tmp_path / "elsewhere")
     assert eg.load_graft(tmp_path / "elsewhere")[0](ids).logits.isfinite().all()
+
+
+def test_case_20_a_failed_load_leaves_the_callers_model_as_it_was(saved: Path, tokenizer: Any) -> None:
+    rewrite(saved, lambda tensors: tensors.pop("layers.2.value_proj.weight"))
+    mine = tiny_model()
+    before = list(mine.state_dict())
+    with pytest.raises(UserError, match=r"value_proj"):
+        eg.load_graft(saved, base=mine, tokenizer=tokenizer)
+    assert "engram" not in str(list(mine.state_dict())) and len(before) <= len(mine.state_dict())
+
+
+def test_case_20_an_adapter_with_a_key_too_few_is_refused(saved: Path) -> None:
+    path = saved / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, path)
+    described = json.loads((saved / CONFIG_FILE).read_text())
+    described["files"][path.name] = file_hash(path)
+    (saved / CONFIG_FILE).write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: does not fit .*lora_A"):
+        eg.load_graft(saved)
+
+
+def test_an_edited_adapter_config_is_refused(saved: Path) -> None:
+    path = saved / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
+    with pytest.raises(UserError, match=r"adapter_config.json: corrupt"):
+        eg.load_graft(saved)
+
+
+def test_case_12_adapters_that_cannot_be_saved_are_refused_not_lost(tokenizer: Any, tmp_path: Path) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    with pytest.raises(UserError, match="adapter name is 'default'"):
+        eg.save_graft(model, tmp_path / "graft")
+    assert not (tmp_path / "graft").exists()
+
+
+def test_case_12_a_graft_under_later_lora_saves_and_loads_both(
+    base_dir: Path, tokenizer: Any, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    from engram_graft.bases import load_base
+
+    model: Any = load_base(str(base_dir))[0]
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    randomize(model)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, 0.1)
+    eg.save_graft(model, tmp_path / "graft")
+    assert torch.equal(eg.load_graft(tmp_path / "graft")[0](ids).logits, model(ids).logits)
+
+
+def test_a_model_cast_after_the_graft_saves_the_dtype_it_has(base_dir: Path, tmp_path: Path, grafted: Any) -> None:
+    model = grafted().to(torch.bfloat16)
+    eg.save_graft(model, tmp_path / "graft")
+    loaded, _ = eg.load_graft(tmp_path / "graft", base=str(base_dir))
+    assert memories(loaded)[0].key_norm.dtype == torch.bfloat16
+
+
+def test_case_13_frozen_adapters_stay_frozen_through_disable_graft_even_after_an_error(saved: Path) -> None:
+    model, _ = eg.load_graft(saved)
+    with pytest.raises(KeyError), eg.disable_graft(model, lora=True):
+        raise KeyError
+    assert not any(p.requires_grad for p in model.parameters())

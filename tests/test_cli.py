@@ -482,7 +482,8 @@ def test_the_wrong_base_is_refused_and_a_copy_of_the_right_one_is_not(graft: Pat
         (["generate", "{graft}", "--prompt", "x", "--dtype", "float7"], "float7"),
         (["export", "{graft}", "--output", "{out}", "--max-shard-size", "big"], "big"),
         (["probe", "{graft}", "--batch-size", "0"], "batch_size"),
-        (["probe", "{graft}", "--data", "no.jsonl"], "no.jsonl"),
+        (["probe", "{graft}", "--data", "no.jsonl", "--output", "{graft}-elsewhere"], "no.jsonl"),
+        (["probe", "{graft}", "--data", "no.jsonl"], "--data needs --output"),
         (["verify"], "either"),
         (["verify", "{graft}", "--base", "x"], "either"),
         (["verify", "--base", "{base}", "--layers", "1", "--lora-rank", "-1"], "rank"),
@@ -527,13 +528,30 @@ def test_a_run_that_fails_or_is_stopped_leaves_nothing_behind(
     error: BaseException, code: int, base: Path, facts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> None:
-        assert (tmp_path / "out" / "engram.safetensors").is_file(), "it fails late"
+        assert (tmp_path / "out" / "recipe.yaml").is_file(), "it fails late"
         raise error
 
-    monkeypatch.setattr("engram_graft.verify.verify_decoding", fail)
+    monkeypatch.setattr("engram_graft.trainer.save_graft", fail)
     ran = run(*train_arguments(base, facts, tmp_path / "out"))
     assert ran.code == code and "Traceback" not in ran.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_fails_after_training_keeps_the_graft(
+    base: Path, facts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engram_graft.verify.verify_decoding", lambda *a: {"ok": False})
+    ran = run(*train_arguments(base, facts, tmp_path / "out"))
+    assert ran.code == 1 and (tmp_path / "out" / "engram.safetensors").is_file()
+
+
+def test_a_fault_of_ours_is_exit_code_3_with_its_traceback(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("engram_graft.checkpoint.load_graft", fail)
+    ran = run("verify", trained.out)
+    assert ran.code == 3 and "planted" in ran.err and "Traceback" in ran.err
 
 
 def test_train_refuses_to_start_where_the_fresh_graft_is_no_identity(

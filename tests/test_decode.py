@@ -11,7 +11,9 @@ from transformers import DynamicCache
 
 import engram_graft as eg
 from engram_graft.cache import find_state
+from engram_graft.context import Context
 from engram_graft.errors import UserError
+from engram_graft.verify import verify_decoding
 
 ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "falcon"]
 Make = Callable[..., nn.Module]
@@ -60,10 +62,13 @@ def test_generate_with_cache_equals_without(architecture: str, mode: dict[str, i
         assert not torch.equal(with_cache, model.generate(input_ids=ids, **settings)), "control: the memory changes what is said"
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("fill", [0, 1, 7])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_case_8_a_left_padded_row_equals_the_row_alone(architecture: str, fill: int, grafted: Make, ids: Tensor) -> None:
-    model = grafted(architecture)
+def test_case_8_a_left_padded_row_equals_the_row_alone(
+    architecture: str, fill: int, whole: bool, grafted: Make, ids: Tensor
+) -> None:
+    model = grafted(architecture, whole_ngrams=whole)
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[1, :9], mask[1, :9] = fill, 0
     positions = (mask.cumsum(1) - 1).clamp_min(0)
@@ -89,14 +94,52 @@ def test_right_padding_changes_nothing(grafted: Make, ids: Tensor) -> None:
     assert (full(model, padded, attention_mask=mask)[:, :24] - full(model, ids)).abs().max() <= 1e-5
 
 
-def test_packed_documents_equal_the_documents_apart(grafted: Make, ids: Tensor) -> None:
-    model = grafted()
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("told_by", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+def test_case_9_packed_documents_equal_the_documents_apart(told_by: str, whole: bool, grafted: Make, ids: Tensor) -> None:
+    model = grafted(whole_ngrams=whole)
     packed = torch.cat([ids[:1, :13], ids[1:, :11]], 1)
     positions = torch.cat([torch.arange(13), torch.arange(11)])[None]
-    together = full(model, packed, position_ids=positions)
+    extra = {"seq_idx": (positions == 0).cumsum(1).int(), "cu_seq_lens_q": torch.tensor([0, 13, 24], dtype=torch.int32)}
+    # the positions are the base's own way to keep documents apart; the memory goes by the most explicit of the three
+    together = full(model, packed, position_ids=positions, **{k: v for k, v in extra.items() if k == told_by})
     apart = torch.cat([full(model, ids[:1, :13]), full(model, ids[1:, :11])], 1)
     assert (together - apart).abs().max() <= 1e-5
     assert (full(model, packed) - apart).abs().max() > 1e-3, "control: without positions they are one document"
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_case_11_gradients_with_checkpointing_equal_those_without(reentrant: bool | None, grafted: Make, ids: Tensor) -> None:
+    """Two forwards before one backward; `None` is the second run without checkpointing, the tolerance's control."""
+
+    def gradients(checkpointing: bool) -> dict[str, Tensor]:
+        model: Any = grafted().train()
+        if checkpointing and reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        loss = model(input_ids=ids, labels=ids).loss + model(input_ids=ids.flip(1), labels=ids).loss
+        loss.backward()
+        return {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
+
+    plain, saving = gradients(False), gradients(True)
+    assert plain.keys() == saving.keys() and len(plain) > 10
+    assert all((plain[n] - saving[n]).abs().max() <= 1e-6 for n in plain)
+
+
+def test_verify_decoding_notices_a_forgotten_tail_on_texts_nothing_was_trained_on(
+    grafted: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = grafted(seen_filter=True)
+    assert verify_decoding(model, tokenizer)["ok"]
+    real = Context.record
+
+    def forgetful(context: Context, cache: DynamicCache) -> Any:
+        state = real(context, cache)
+        state.normed = {layer: torch.zeros_like(values) for layer, values in state.normed.items()}
+        return state
+
+    monkeypatch.setattr(Context, "record", forgetful)
+    report = verify_decoding(model, tokenizer)
+    assert not report["ok"] and not report["token by token"]["ok"] and report["left-padded batch"]["ok"]
 
 
 def test_crop_rewinds_the_memory(grafted: Make, ids: Tensor) -> None:

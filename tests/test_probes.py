@@ -311,7 +311,7 @@ def test_recall_counts_exact_answers_and_each_answer_once(grafted: Make, tokeniz
 
     def speak(model: Any, tokenizer: Any, prompts: Any, length: int, size: int) -> list[list[int]]:
         asked = [(prompt, answer) for prompt, answer in questions if prompt in prompts]
-        assert all(length == len(encode_answer(tokenizer, *question)[1]) for question in asked)
+        assert all(length == len(encode_answer(tokenizer, *question)[1]) + 1 for question in asked)
         return [tokenizer(said[answer])["input_ids"][:length] for _, answer in asked]
 
     monkeypatch.setattr("engram_graft.probes.recall.greedy", speak)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
-from engram_graft.bases import ALIASES, _packaged, load_base
+from engram_graft.bases import ALIASES, load_base, packaged
 from engram_graft.compress import compress
 from engram_graft.data import Data, load_data
 from engram_graft.probes import run_probes
@@ -82,7 +82,7 @@ def test_identity_learning_decoding_and_reload_on_the_real_model(smollm2: Any, t
 
 def test_case_24_a_base_loaded_from_gguf_without_further_ado_exports_and_reloads(smollm2: Any, tmp_path: Path) -> None:
     tokenizer = smollm2[1]
-    path = _packaged(ALIASES["smollm2"])
+    path = packaged(ALIASES["smollm2"])
     assert path is not None
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     with pytest.raises(ValueError, match="not serializable"):

@@ -123,7 +123,7 @@ def test_an_unknown_training_argument_is_a_user_error(fresh: nn.Module, tokenize
         eg.train(fresh, tokenizer, recipe(trainer={"no_such_argument": 1}), FACTS)
 
 
-def trainer_of(model: nn.Module, tokenizer: Any, output: Path, **changes: Any) -> EngramTrainer:
+def trainer_of(model: nn.Module, tokenizer: Any, output: Path, kind: type = EngramTrainer, **changes: Any) -> EngramTrainer:
     settings = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 0.01, "save_steps": 3, **changes}
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -134,7 +134,7 @@ def trainer_of(model: nn.Module, tokenizer: Any, output: Path, **changes: Any) -
         **settings,
     )
     examples = encode_facts(FACTS.facts, tokenizer, 64)
-    return EngramTrainer(model=model, args=arguments, train_dataset=examples, data_collator=Collator(0))
+    return kind(model=model, args=arguments, train_dataset=examples, eval_dataset=examples, data_collator=Collator(0))
 
 
 def test_parameter_groups_have_their_rates_and_tables_no_decay(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
@@ -200,6 +200,42 @@ def test_cases_16_and_17_three_steps_and_three_resumed_equal_six_bitwise(schedul
     one, two = state(whole), state(resumed)
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     assert not all(torch.equal(one[n], untrained[n]) for n in one)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_case_18_the_best_checkpoint_is_loaded_at_the_end(lora: bool, tokenizer: Any, tmp_path: Path) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])) if lora else tiny_model()
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    saved: dict[int, dict[str, Tensor]] = {}
+
+    class Worse(EngramTrainer):
+        """Each evaluation is worse than the one before."""
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            saved[self.state.global_step] = {n: t.clone() for n, t in model.state_dict().items() if is_memory(n) or "lora_" in n}
+            metrics = {"eval_loss": float(self.state.global_step)}
+            self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "max_steps": 6}
+    trainer = trainer_of(model, tokenizer, tmp_path, Worse, metric_for_best_model="loss", **settings)
+    trainer.train()
+    now = model.state_dict()
+    assert sorted(saved) == [2, 4, 6] and all(torch.equal(now[n], t) for n, t in saved[2].items())
+    assert not all(torch.equal(now[n], t) for n, t in saved[6].items())
+
+
+def test_a_loaded_graft_trains_on_with_its_adapters(tokenizer: Any, tmp_path: Path) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    eg.train(model, tokenizer, recipe(max_steps=2), FACTS)
+    eg.save_graft(model, tmp_path)
+    loaded, _ = eg.load_graft(tmp_path, base=tiny_model(), tokenizer=tokenizer)
+    before = {n: t.clone() for n, t in loaded.state_dict().items()}
+    result = eg.train(loaded, tokenizer, recipe(max_steps=2), FACTS)
+    moved = {n for n, t in loaded.state_dict().items() if not torch.equal(before[n], t)}
+    assert result["identity"] is None and any("lora_A" in n for n in moved) and any("table.weight" in n for n in moved)
+    assert all(is_memory(n) or "lora_" in n for n in moved)
 
 
 def test_a_batch_of_one_form_repeated_is_no_problem_for_the_row_counts(fresh: nn.Module, tokenizer: Any) -> None:
