@@ -19,7 +19,8 @@ class RecallProbe(TrainerCallback):
     """Teacher-forced recall on the trained questions every `recall_every` steps and at the end; ends the run at `stop_at_recall`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], options: TrainOptions):
-        self.tokenizer, self.questions, self.options = tokenizer, questions, options
+        every = max(1, len(questions) // options.recall_prompts)
+        self.tokenizer, self.questions, self.options = tokenizer, questions[::every][: options.recall_prompts], options
         self.seconds = 0.0  # spent measuring, not training
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -39,8 +39,9 @@ class TrainOptions:
     max_grad_norm: joint norm that dense and row gradients are clipped to; 0 does not clip.
     max_length: tokens an encoded fact may have.
     block_size: tokens of a block of plain text.
+    recall_prompts: trained prompts, evenly spread, that recall is measured on while training.
     recall_every: steps between measurements of recall while training; 0 measures none.
-    stop_at_recall: end early once recall on all trained prompts is this high; null trains all steps.
+    stop_at_recall: end early once recall while training is this high; null trains all steps.
     save_steps: steps between checkpoints; 0 saves at the end only.
     seed: of the data order and of LoRA's initial values; the memory has its own in `engram`.
     trainer: further TrainingArguments by name, e.g. {bf16: true, report_to: [tensorboard]}.
@@ -59,6 +60,7 @@ class TrainOptions:
     max_length: int = 512
     block_size: int = 256
     recall_every: int = 10
+    recall_prompts: int = 100
     stop_at_recall: float | None = None
     save_steps: int = 0
     seed: int = 0
@@ -103,7 +105,9 @@ class Recipe:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         train, lora = self.train, self.lora
-        _at_least("train", train, 1, "forms", "max_steps", "batch_size", "gradient_accumulation_steps", "max_length")
+        _at_least(
+            "train", train, 1, "forms", "max_steps", "batch_size", "gradient_accumulation_steps", "max_length", "recall_prompts"
+        )
         _at_least("train", train, 2, "block_size")
         _at_least("train", train, 0, "recall_every", "save_steps", "seed", "warmup_steps", "weight_decay", "max_grad_norm")
         _at_least("lora", lora, 0, "rank")
