@@ -4,13 +4,11 @@ Built once per call by the decoder's hook and handed to the layers; nothing of a
 """
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from engram_graft.cache import DecodeState, find_state, seen_tokens, state_of
@@ -48,16 +46,20 @@ class Context:
         return state
 
 
-def build_context(decoder: nn.Module, ngram_hash: NgramHash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
-    """Read a decoder call. Raises `UserError` where the memory could not be right: no ids, a cache it has not followed."""
-    given = dict(zip(_parameter_names(type(decoder).forward), args, strict=False)) | kwargs
-    explicit_ids = kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
-    input_ids = given.get("input_ids")
-    input_ids = explicit_ids if input_ids is None else input_ids
+def build_context(
+    ngram_hash: NgramHash, names: Sequence[str], explicit_ids: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Context:
+    """Read a decoder call; `names` are its positional parameters, `explicit_ids` go with a call that has only embeddings.
+
+    Raises `UserError` where the memory could not be right: no ids, a cache it has not followed."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    beside = kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
+    input_ids = next((ids for ids in (given.get("input_ids"), beside, explicit_ids) if ids is not None), None)
     if input_ids is None:
         raise UserError(
             "the memory needs token ids and this call has only inputs_embeds: pass the ids beside them as "
-            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), or run without memory inside disable_graft(model)"
+            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), wrap generate in engram_graft.hooks.explicit_ids(model, ids), or run "
+            "without memory inside disable_graft(model)"
         )
     cache = find_cache(given)
     past, state = 0, None
@@ -69,6 +71,11 @@ def build_context(decoder: nn.Module, ngram_hash: NgramHash, args: tuple[Any, ..
                 f"the cache holds {'some' if held is None else held} tokens and the memory has followed {past} of them (it was off, "
                 "or the cache was filled by another model): start from an empty cache"
             )
+    embeds = given.get("inputs_embeds")
+    if embeds is not None and given.get("input_ids") is None and input_ids.shape != embeds.shape[:2]:
+        raise UserError(
+            f"the ids beside inputs_embeds are {list(input_ids.shape)}, the embeddings {list(embeds.shape[:2])}: one id each"
+        )
     length = input_ids.shape[1]
     compressed = ngram_hash.lookup[input_ids.to(ngram_hash.lookup.device)]
     valid = _valid(given.get("attention_mask"), length, past, cache)
@@ -94,11 +101,6 @@ def find_cache(given: Mapping[str, Any]) -> Cache | None:
                 f"{name}={type(value).__name__}: the memory follows transformers' Cache classes; pass a DynamicCache, or use_cache=False"
             )
     return None
-
-
-@functools.cache
-def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _valid(mask: Any, length: int, past: int, cache: Cache | None) -> Tensor | None:

@@ -6,6 +6,7 @@ after a deepcopy the copy uses its own. They sit on the decoder and its layers, 
 """
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from engram_graft.params import adapter_names, base_name, is_memory
 
 _KEYWORD = "engram_context"  # how the decoder's hook hands a call's context to the layers' hooks
 _OFF = object()  # in place of a context: the memory is switched off for this call
+_PAGED = ("generate_batch", "init_continuous_batching")  # methods of the base that a graft stands in front of
 _calls = threading.local()  # contexts of running calls, for decoders that hand no keywords on
 
 
@@ -38,6 +40,8 @@ class Graft(NgramHash):
         super().__init__(plan)
         self.config, self.token_map, self.keywords = config, token_map, keywords
         self.enabled = True
+        self.explicit_ids: Tensor | None = None  # see the context manager of this name
+        self.decoder_parameters: tuple[str, ...] = ()
         self.was_trainable: list[str] = []  # parameters of the base that were trainable before
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -83,6 +87,7 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
     if stream.streams != config.hc_mult:
         raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")
     ngram_hash = Graft(config, plan, token_map, stream.keywords)
+    ngram_hash.decoder_parameters = tuple(inspect.signature(type(located.decoder).forward).parameters)[1:]
     adapters = adapter_names(located.base)
     for name, parameter in located.base.named_parameters():
         if parameter.requires_grad and name not in adapters:
@@ -90,14 +95,17 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
             ngram_hash.was_trainable.append(base_name(name))
     for index, layer_id in enumerate(config.layer_ids):
         layer = located.layers[layer_id]
-        device = next(layer.parameters()).device
-        layer.engram = Engram(config, index, plan.table_rows[index], stream.width, device).train(layer.training)
+        # of a layer that accelerate keeps on disk, only the hook knows where it runs
+        device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None) or next(layer.parameters()).device
+        layer.engram = Engram(config, index, plan.table_rows[index], stream.width, torch.device(device)).train(layer.training)
     located.decoder.engram_hash = ngram_hash.to(embedding_weight(located.base).device)
     hooks: Any = [located.decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)]
     if not stream.keywords:
         hooks.append(located.decoder.register_forward_hook(_decoder_post_hook, always_call=True))
     hooks += [layer.register_forward_pre_hook(_layer_pre_hook, with_kwargs=True) for layer in located.layers]
     ngram_hash.handles = hooks
+    for name in _PAGED:
+        setattr(located.base, name, _refuse_paged)
     return ngram_hash
 
 
@@ -116,6 +124,8 @@ def ungraft(model: nn.Module) -> nn.Module:
     for layer_id in ngram_hash.config.layer_ids:
         del located.layers[layer_id].engram
     del located.decoder.engram_hash
+    for name in _PAGED:
+        delattr(located.base, name)
     for name, parameter in located.base.named_parameters():
         if base_name(name) in ngram_hash.was_trainable:
             parameter.requires_grad_(True)
@@ -136,6 +146,18 @@ def disable_graft(model: nn.Module, lora: bool = False) -> Iterator[nn.Module]:
             yield model
     finally:
         ngram_hash.enabled = before
+
+
+@contextlib.contextmanager
+def explicit_ids(model: nn.Module, input_ids: Tensor) -> Iterator[nn.Module]:
+    """The token ids `[B, T]` behind `inputs_embeds`, for calls inside the `with` that have no ids of their own: the first call of
+    `generate(inputs_embeds=...)`, which takes no keyword of ours."""
+    ngram_hash = find_graft(model)
+    before, ngram_hash.explicit_ids = ngram_hash.explicit_ids, input_ids
+    try:
+        yield model
+    finally:
+        ngram_hash.explicit_ids = before
 
 
 @contextlib.contextmanager
@@ -186,13 +208,18 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
+def _refuse_paged(*args: Any, **kwargs: Any) -> None:
+    """Continuous batching packs requests into a paged cache that says nothing of their past tokens: refused before it starts."""
+    raise UserError("continuous batching cannot carry a memory: use model.generate, or ungraft(model) first")
+
+
 def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     ngram_hash = decoder.engram_hash
     assert isinstance(ngram_hash, Graft)
     context: object = _OFF
     kwargs = dict(kwargs)
     if ngram_hash.enabled:
-        context = build_context(decoder, ngram_hash, args, kwargs)
+        context = build_context(ngram_hash, ngram_hash.decoder_parameters, ngram_hash.explicit_ids, args, kwargs)
     if ngram_hash.keywords:
         kwargs[_KEYWORD] = context
     else:

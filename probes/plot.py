@@ -52,8 +52,8 @@ def _bars(axis: Any, arms: Mapping[str, Any]) -> None:
             width = 0.8 / len(parts)
             at = [x + (n - (len(parts) - 1) / 2) * width for x in range(len(names))]
             bars = axis.bar(at, [100 * arms[name][part]["greedy_exact"] for name in names], width, label=label, color=color)
-            axis.bar_label(bars, fmt="%.0f", fontsize=8, color=INK)
-        axis.set(title="Greedy recall by arm", ylabel="%", ylim=(0, 112))
+            axis.bar_label(bars, fmt=lambda share: f"{share:.1f}".removesuffix(".0"), fontsize=8, color=INK)
+        axis.set(title="Greedy recall by arm", ylabel="%", ylim=(0, 125), yticks=range(0, 101, 20))
         axis.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     else:
         bars = axis.bar(names, [arms[name]["text"]["ce"] for name in names], color=BLUE)

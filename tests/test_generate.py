@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import TINY_ENGRAM, randomize, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import engram_graft as eg
+from engram_graft.errors import UserError
+from engram_graft.hooks import explicit_ids
 
 ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "lfm2", "falcon"]
 Make = Callable[..., nn.Module]
@@ -113,3 +115,65 @@ def test_autocast_leaves_the_memory_in_its_dtype(grafted: Make, ids: Tensor) -> 
         cache = DynamicCache()
         parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in ids.split(6, 1)]
     assert whole.isfinite().all() and (torch.cat(parts, 1) - whole).abs().max() < 0.1
+
+
+def test_continuous_batching_is_refused_up_front_and_back_after_ungraft(grafted: Make) -> None:
+    model: Any = grafted()
+    for name in ("generate_batch", "init_continuous_batching"):
+        with pytest.raises(UserError, match=r"use model.generate"):
+            getattr(model, name)([[1, 2, 3]])
+    eg.ungraft(model)
+    assert "generate_batch" not in model.__dict__ and callable(model.generate_batch)
+
+
+def test_generate_from_embeddings_with_explicit_ids_equals_generate_from_ids(grafted: Make, ids: Tensor) -> None:
+    model: Any = grafted()
+    expected = generate(model, ids)[:, 24:]
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(UserError, match="explicit_ids"):
+        model.generate(inputs_embeds=embeds, **SETTINGS)
+    with explicit_ids(model, ids):
+        assert torch.equal(model.generate(inputs_embeds=embeds, **SETTINGS), expected)
+        with pytest.raises(UserError, match="one id each"):
+            model.generate(inputs_embeds=embeds[:, :5], **SETTINGS)
+
+
+def test_torch_compile_has_one_graph_and_notices_graft_and_ungraft(tokenizer: Any, ids: Tensor) -> None:
+    model: Any = tiny_model()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+
+    def run(module: Any) -> Tensor:
+        with torch.no_grad():
+            return module(input_ids=ids, use_cache=False).logits
+
+    bare = run(compiled)
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    randomize(model)
+    assert (run(compiled) - run(model)).abs().max() <= 1e-5 and not torch.equal(run(compiled), bare)
+    explained = torch._dynamo.explain(lambda ids: model(input_ids=ids, use_cache=False).logits)(ids)
+    assert explained.graph_count == 1 and explained.graph_break_count == 0, explained.break_reasons
+    with eg.disable_graft(model):
+        assert torch.equal(run(compiled), bare)
+    eg.ungraft(model)
+    assert torch.equal(run(compiled), bare)
+    torch._dynamo.reset()
+
+
+def test_a_base_kept_on_disk_by_accelerate_grafts_and_runs(tokenizer: Any, ids: Tensor, tmp_path: Any) -> None:
+    import accelerate
+
+    plain = tiny_model()
+    expected = plain(ids).logits
+    placed = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    placed |= {f"model.layers.{n}": "disk" if n == 2 else "cpu" for n in range(4)}
+    model: Any = accelerate.dispatch_model(plain, placed, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert next(model.model.layers[2].parameters()).device.type == "meta"
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+        randomize(model)
+        reference = tiny_model()
+        eg.graft(reference, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+        randomize(reference)
+        assert torch.equal(model(ids).logits, reference(ids).logits)
