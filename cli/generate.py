@@ -22,7 +22,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Continue a prompt greedily with the graft and with the bare base."""
-    from engram_graft.hooks import disable_graft
+    from engram_graft.grafted import disable_graft
     from engram_graft.scoring import greedy
 
     if any(not text.strip() for text in prompt):

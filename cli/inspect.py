@@ -25,7 +25,7 @@ def command(
 ) -> None:
     """Geometry, vocabulary before and after compression, parameters and bytes; for a trained graft row coverage and collisions."""
     quiet()
-    from engram_graft.checkpoint import CONFIG_FILE
+    from engram_graft.files import CONFIG_FILE
 
     report = (
         _graft(Path(source)) if (Path(source) / CONFIG_FILE).is_file() else _base(source, parse_layers(layers), setting or [])
@@ -97,7 +97,7 @@ def _vocabulary(ids: int, compressed: int) -> dict[str, Any]:
 def _graft(directory: Path) -> dict[str, Any]:
     import torch
 
-    from engram_graft.checkpoint import read_graft
+    from engram_graft.files import read_graft
 
     described, config, tensors, plan = read_graft(directory)
     heads, rows = config.n_head_per_ngram, []

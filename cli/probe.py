@@ -72,7 +72,7 @@ def probe_into(
     from rich.console import Console
 
     from engram_graft.card import model_card
-    from engram_graft.checkpoint import CONFIG_FILE
+    from engram_graft.files import CONFIG_FILE
     from engram_graft.output import all_or_nothing
     from engram_graft.probes.plot import plot
     from engram_graft.probes.suite import run_probes

@@ -134,7 +134,7 @@ def _amount(data: Any) -> str:
 
 
 def _sizes(model: Any) -> tuple[int, int]:
-    from engram_graft.hooks import trainable_parameters
+    from engram_graft.grafted import trainable_parameters
     from engram_graft.params import is_memory
 
     trainable = trainable_parameters(model)

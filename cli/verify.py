@@ -126,7 +126,8 @@ def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | str:
 def _reload(model: Any, directory: str) -> dict[str, Any]:
     import torch
 
-    from engram_graft.checkpoint import memory_tensors, read_graft, save_graft
+    from engram_graft.checkpoint import save_graft
+    from engram_graft.files import memory_tensors, read_graft
 
     own = memory_tensors(model)
     described, _, tensors, _ = read_graft(Path(directory))

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from engram_graft.checkpoint import load_graft, save_graft
     from engram_graft.config import EngramConfig
     from engram_graft.export import export_merged
-    from engram_graft.hooks import disable_graft, graft, trainable_parameters, ungraft
+    from engram_graft.grafted import disable_graft, trainable_parameters
+    from engram_graft.hooks import graft, ungraft
     from engram_graft.trainer import train
     from engram_graft.verify import verify_identity
 
@@ -31,13 +32,13 @@ __all__ = [
 
 _HOME = {
     "EngramConfig": "config",
-    "disable_graft": "hooks",
+    "disable_graft": "grafted",
     "export_merged": "export",
     "graft": "hooks",
     "load_graft": "checkpoint",
     "save_graft": "checkpoint",
     "train": "trainer",
-    "trainable_parameters": "hooks",
+    "trainable_parameters": "grafted",
     "ungraft": "hooks",
     "verify_identity": "verify",
 }

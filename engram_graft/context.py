@@ -58,7 +58,7 @@ def build_context(
     if input_ids is None:
         raise UserError(
             "the memory needs token ids and this call has only inputs_embeds: pass the ids beside them as "
-            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), wrap generate in engram_graft.hooks.explicit_ids(model, ids), or run "
+            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), wrap generate in engram_graft.grafted.explicit_ids(model, ids), or run "
             "without memory inside disable_graft(model)"
         )
     cache = find_cache(given)

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from engram_graft.bases import fingerprint
 from engram_graft.card import model_card
-from engram_graft.checkpoint import CONFIG_FILE, describe, file_hash, load_graft
+from engram_graft.checkpoint import load_graft
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.hooks import find_graft
+from engram_graft.files import CONFIG_FILE, describe, file_hash
+from engram_graft.grafted import find_graft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.output import new_directory

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engram_graft.data import IGNORED, Collator, encode_answer, encode_prompt
+from engram_graft.encode import IGNORED, Collator, encode_answer, encode_prompt
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 

@@ -13,10 +13,12 @@ import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
-from engram_graft.checkpoint import TENSOR_FILE, canonical_name, fill, read_tensors, save_graft
-from engram_graft.data import Collator, Data, encode_facts, encode_texts, load_data
+from engram_graft.checkpoint import fill, save_graft
+from engram_graft.data import Data, load_data
+from engram_graft.encode import Collator, encode_facts, encode_texts
 from engram_graft.errors import UserError
-from engram_graft.hooks import memories, trainable_parameters
+from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
+from engram_graft.grafted import memories, trainable_parameters
 from engram_graft.locate import unwrap
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.output import all_or_nothing

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.hooks import disable_graft, memories
+from engram_graft.grafted import disable_graft, memories
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.params import adapter_names, is_memory

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from engram_graft.hooks import disable_graft, disable_lora, find_graft, memories
+from engram_graft.grafted import disable_graft, disable_lora, find_graft, memories
 from engram_graft.params import adapter_names
 
 Arm = Callable[[nn.Module], AbstractContextManager[object]]

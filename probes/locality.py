@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.hooks import find_graft, memories
+from engram_graft.grafted import find_graft, memories
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.probes.arms import Arm

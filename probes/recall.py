@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.data import encode_answer
+from engram_graft.encode import encode_answer
 from engram_graft.scoring import greedy, teacher_forced
 
 

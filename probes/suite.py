@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.data import Data, Fact, encode_texts
-from engram_graft.hooks import find_graft
+from engram_graft.data import Data, Fact
+from engram_graft.encode import encode_texts
+from engram_graft.grafted import find_graft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.probes.arms import arms_of

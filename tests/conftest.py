@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import engram_graft as eg
-from engram_graft.hooks import memories
+from engram_graft.grafted import memories
 
 TEXT = [
     "The river rises in the hills and the cats sleep in the sun.",

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 import engram_graft as eg
 from engram_graft.bases import check_base, fingerprint
-from engram_graft.checkpoint import CONFIG_FILE, TENSOR_FILE, file_hash, memory_tensors
 from engram_graft.errors import UserError
-from engram_graft.hooks import find_graft, memories
+from engram_graft.files import CONFIG_FILE, TENSOR_FILE, file_hash, memory_tensors
+from engram_graft.grafted import find_graft, memories
 from engram_graft.params import is_memory
 
 

@@ -26,7 +26,7 @@ from typer.main import get_command
 import engram_graft as eg
 import engram_graft.cli
 from engram_graft.errors import PromiseError
-from engram_graft.hooks import memories
+from engram_graft.grafted import memories
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["train", "verify", "probe", "export", "generate", "inspect"]

@@ -15,17 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from engram_graft.data import (
-    IGNORED,
-    Collator,
-    Data,
-    Fact,
-    encode_answer,
-    encode_facts,
-    encode_prompt,
-    encode_texts,
-    load_data,
-)
+from engram_graft.data import Data, Fact, load_data
+from engram_graft.encode import IGNORED, Collator, encode_answer, encode_facts, encode_prompt, encode_texts
 from engram_graft.errors import UserError
 from engram_graft.scoring import keeps_logits
 

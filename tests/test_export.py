@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
-from engram_graft.checkpoint import memory_tensors
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.export import merged_state
+from engram_graft.files import memory_tensors
 
 
 def with_lora(tokenizer: Any, architecture: str = "llama", targets: Any = ("q_proj", "v_proj"), **changes: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 import engram_graft as eg
 from engram_graft.errors import UserError
-from engram_graft.hooks import explicit_ids
+from engram_graft.grafted import explicit_ids
 
 ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "lfm2", "falcon"]
 Make = Callable[..., nn.Module]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import engram_graft as eg
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.hooks import find_graft, memories
+from engram_graft.grafted import find_graft, memories
 from engram_graft.params import adapter_names, is_memory
 
 ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "falcon"]

@@ -11,9 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import engram_graft as eg
-from engram_graft.data import Data, Fact, encode_answer
+from engram_graft.data import Data, Fact
+from engram_graft.encode import encode_answer
 from engram_graft.errors import UserError
-from engram_graft.hooks import find_graft, memories
+from engram_graft.grafted import find_graft, memories
 from engram_graft.probes import ARMS, arms_of, run_probes
 from engram_graft.probes.arms import shuffled
 from engram_graft.probes.locality import hits, locality, neutral_text

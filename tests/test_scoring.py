@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 import engram_graft as eg
-from engram_graft.data import encode_answer, encode_prompt
+from engram_graft.encode import encode_answer, encode_prompt
 from engram_graft.modes import no_learning
 from engram_graft.scoring import greedy, teacher_forced
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 import engram_graft as eg
-from engram_graft.data import Collator, Data, Fact, encode_facts
+from engram_graft.data import Data, Fact
+from engram_graft.encode import Collator, encode_facts
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.hooks import memories
+from engram_graft.grafted import memories
 from engram_graft.optim import EngramAdamW
 from engram_graft.params import is_memory
 from engram_graft.probes import run_probes
