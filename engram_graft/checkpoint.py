@@ -65,6 +65,8 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
         )
         files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (scratch / name).exists()]
         described = describe(model, {name: file_hash(scratch / name) for name in files})
+        for name in {ADAPTER_FILE, ADAPTER_CONFIG} - set(files):  # of an older graft here that had LoRA
+            (Path(directory) / name).unlink(missing_ok=True)
         (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         (scratch / "README.md").write_text(model_card(Path(directory), described), encoding="utf-8")
 

@@ -77,7 +77,8 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
 def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = TEXTS) -> dict[str, Any]:
     """Compare the ways of running a grafted model, trained or not, with one full forward of each text.
 
-    Token by token and in chunks of 4 from a cache, and in a left-padded batch; with the seen filter off, so that the memory speaks at
+    Token by token and in chunks of 4 from a cache, in a left-padded batch, packed in one row by their position ids, and after a cache was
+    rewound by 4 tokens; with the seen filter off, so that the memory speaks at
     every position of any text. Kernels add up in another order for another shape, so
     the bare base differs a little between these ways too; it is the control.
 
@@ -99,7 +100,21 @@ def verify_decoding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts:
         logits = model(**batch).logits
         return [logits[row : row + 1, -ids.shape[1] :] for row, ids in enumerate(alone)]
 
-    ways = {"token by token": one_by_one, "chunks of 4": chunks, "left-padded batch": padded}
+    def packed() -> list[Tensor]:
+        positions = torch.cat([torch.arange(ids.shape[1], device=device) for ids in alone])[None]
+        logits = model(input_ids=torch.cat(alone, 1), position_ids=positions, use_cache=False).logits
+        return list(logits.split([ids.shape[1] for ids in alone], 1))
+
+    def rewound() -> list[Tensor]:
+        return [_rewound(model, ids) for ids in alone]
+
+    ways = {
+        "token by token": one_by_one,
+        "chunks of 4": chunks,
+        "left-padded batch": padded,
+        "packed documents": packed,
+        "rewound cache": rewound,
+    }
     with no_learning(model), unfiltered(model):
         differences = {way: _largest(run(), [model(ids).logits for ids in alone]) for way, run in ways.items()}
         with disable_graft(model, lora=True):
@@ -143,6 +158,19 @@ def _in_chunks(model: nn.Module, ids: Tensor, size: int, start: int = 0) -> Tens
     cache = DynamicCache(config=unwrap(model).config)
     cuts = ([(0, start)] if start else []) + [(at, at + size) for at in range(start, ids.shape[1], size)]
     return torch.cat([model(input_ids=ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in cuts], 1)
+
+
+def _rewound(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits of `ids` `[1, T]` when its last 4 tokens are fed, taken back (others in their place) and fed again."""
+    cache = DynamicCache(config=unwrap(model).config)
+    keep = max(ids.shape[1] - DECODED, 1)
+    head = model(input_ids=ids[:, :keep], past_key_values=cache, use_cache=True).logits
+    if ids.shape[1] > keep:
+        cache.activate_past_recording()
+        model(input_ids=ids[:, :1].expand(-1, DECODED), past_key_values=cache, use_cache=True)
+        cache.crop(-DECODED)
+        head = torch.cat([head, model(input_ids=ids[:, keep:], past_key_values=cache, use_cache=True).logits], 1)
+    return head
 
 
 def _compare(model: nn.Module, run: Callable[[], list[Tensor]]) -> tuple[float, int, bool]:

@@ -29,7 +29,7 @@ from engram_graft.errors import PromiseError
 from engram_graft.grafted import memories
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["train", "verify", "probe", "export", "generate", "inspect"]
+COMMANDS = ["train", "verify", "probe", "export", "generate", "inspect", "bench"]
 FACTS: list[dict[str, Any]] = [
     {
         "prompt": ["The cat sleeps in the", "At noon the cat is in the"],
@@ -637,7 +637,7 @@ def test_verify_a_trained_graft(trained: Trained) -> None:
     ran = run("verify", trained.out)
     assert ran.code == 0, ran.err + ran.out
     lines = ran.out.splitlines()
-    assert len(lines) == 5 and all(line.startswith("ok  ") for line in lines)
+    assert len(lines) == 7 and all(line.startswith("ok  ") for line in lines)
     report = json.loads(run("verify", trained.out, "--json").out)
     assert report["ok"] is True and report["reload"]["bitwise"] is True and report["greedy"] == {"same": 2, "n": 2}
     assert tree(trained.out) == before, "checking writes nothing"
@@ -786,3 +786,15 @@ def test_checkpoints_hold_the_graft_and_not_the_base(base: Path, facts: Path, tm
     saved = {path.name for path in (tmp_path / "out" / "checkpoint-1").iterdir()}
     assert {"engram.safetensors", "engram_config.json", "optimizer.pt", "trainer_state.json"} <= saved
     assert not {"model.safetensors", "pytorch_model.bin"} & saved
+
+
+def test_bench_times_graft_and_base_in_one_run(base: Path) -> None:
+    ran = run("bench", "--base", base, "--layers", "1,2", "--rounds", "2", "--json")
+    report = json.loads(ran.out)
+    assert ran.code == 0 and report["rounds"] == 2
+    for part in ("step", "prefill"):
+        row = report[part]
+        assert row["base_ms"] > 0 and row["ratio"] == pytest.approx(row["graft_ms"] / row["base_ms"])
+    ran = run("bench", "--base", base, "--layers", "1,2", "--rounds", "1")
+    assert ran.code == 0 and "graft/base" in ran.out
+    refused(run("bench", "--base", base, "--rounds", "0"), "--rounds 0")
