@@ -19,6 +19,9 @@ TEXT = [
 ]
 VOCABULARY, EMBEDDING_ROWS, LAYERS = 320, 328, 4
 
+# falcon hands no keywords on to its layers; lfm2 mixes convolution and attention layers; gemma3_text mixes window and full attention
+ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "lfm2", "falcon"]
+
 torch.set_num_threads(1)  # for tensors this small a second thread only waits
 
 

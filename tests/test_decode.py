@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ARCHITECTURES
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -15,7 +16,6 @@ from engram_graft.context import Context
 from engram_graft.errors import UserError
 from engram_graft.verify import verify_decoding
 
-ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "falcon"]
 Make = Callable[..., nn.Module]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY_ENGRAM, randomize, tiny_model
+from conftest import ARCHITECTURES, TINY_ENGRAM, randomize, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
@@ -14,7 +14,6 @@ import engram_graft as eg
 from engram_graft.errors import UserError
 from engram_graft.grafted import explicit_ids
 
-ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "lfm2", "falcon"]
 Make = Callable[..., nn.Module]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS, TINY_ENGRAM, randomize, tiny_model
+from conftest import ARCHITECTURES, LAYERS, TINY_ENGRAM, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -14,8 +14,6 @@ import engram_graft as eg
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.grafted import find_graft, memories
 from engram_graft.params import adapter_names, is_memory
-
-ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "falcon"]
 
 
 def logits(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
