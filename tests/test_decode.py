@@ -195,3 +195,64 @@ def test_decoding_in_train_mode_equals_eval_mode(grafted: Make, ids: Tensor) -> 
     expected = model.generate(input_ids=ids, **settings)
     model.train()
     assert torch.equal(model.generate(input_ids=ids, **settings), expected)
+
+
+@pytest.mark.parametrize("size", [1, 4, 12])
+@pytest.mark.parametrize(
+    ("architecture", "window"), [("mistral", {"sliding_window": 6}), ("gemma3_text", {"sliding_window": 6}), ("qwen3", {})]
+)
+def test_case_4_windows_shorter_than_the_text_change_nothing(
+    architecture: str, window: dict[str, int], size: int, grafted: Make, ids: Tensor
+) -> None:
+    model: Any = grafted(architecture, base=window)
+    cache = DynamicCache(config=model.config)
+    assert (in_chunks(model, ids, size, cache) - full(model, ids)).abs().max() <= 1e-5
+
+
+def test_case_6_a_window_cache_that_records_its_past_can_be_rewound(grafted: Make, ids: Tensor) -> None:
+    model: Any = grafted("mistral", base={"sliding_window": 6})
+    cache = DynamicCache(config=model.config)
+    in_chunks(model, ids[:, :16], 4, cache)
+    cache.activate_past_recording()
+    in_chunks(model, ids[:, :5], 5, cache)
+    cache.crop(-5)
+    assert (in_chunks(model, ids[:, 16:], 4, cache) - full(model, ids)[:, 16:]).abs().max() <= 1e-5
+
+
+def test_a_cache_that_was_pickled_can_be_continued(grafted: Make, ids: Tensor) -> None:
+    import pickle
+
+    model = grafted()
+    cache = DynamicCache()
+    in_chunks(model, ids[:, :16], 16, cache)
+    thawed = pickle.loads(pickle.dumps(cache))
+    assert (in_chunks(model, ids[:, 16:], 4, thawed) - full(model, ids)[:, 16:]).abs().max() <= 1e-5
+
+
+def test_case_7_beams_rows_repeated_and_selected_keep_their_own_past(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    cache = DynamicCache()
+    in_chunks(model, ids[:, :16], 16, cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([2, 0, 3, 1]))
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    rows = ids.repeat_interleave(2, 0)[torch.tensor([2, 0, 3, 1])][torch.tensor([0, 3])]
+    assert (in_chunks(model, rows[:, 16:], 4, cache) - full(model, rows)[:, 16:]).abs().max() <= 1e-5
+
+
+def test_right_padded_rows_decode_on_as_the_rows_alone(grafted: Make, ids: Tensor) -> None:
+    """n-gram and convolution distances skip the padding between a row's prompt and what follows it."""
+    model = grafted()
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[1, 10:16], mask[1, 10:16] = 3, 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache, parts = DynamicCache(), []
+    with torch.no_grad():
+        for at in range(0, 24, 8):
+            now = slice(at, at + 8)
+            given = {"attention_mask": mask[:, : at + 8], "position_ids": positions[:, now], "past_key_values": cache}
+            parts.append(model(input_ids=padded[:, now], use_cache=True, **given).logits)
+    found = torch.cat(parts, 1)
+    alone = full(model, torch.cat([ids[1:, :10], ids[1:, 16:]], 1))
+    assert (found[:1] - full(model, ids[:1])).abs().max() <= 1e-5
+    assert (torch.cat([found[1:, :10], found[1:, 16:]], 1) - alone).abs().max() <= 1e-5

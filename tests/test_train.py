@@ -242,3 +242,15 @@ def test_a_loaded_graft_trains_on_with_its_adapters(tokenizer: Any, tmp_path: Pa
 def test_a_batch_of_one_form_repeated_is_no_problem_for_the_row_counts(fresh: nn.Module, tokenizer: Any) -> None:
     data = Data(facts=(Fact("1", ("the the the the the the",), "the the"),))
     assert eg.train(fresh, tokenizer, recipe(max_steps=3), data)["loss"] > 0
+
+
+def test_gradient_accumulation_of_two_halves_is_one_batch(tokenizer: Any, tmp_path: Path) -> None:
+    def trained(size: int, accumulation: int) -> dict[str, Tensor]:
+        model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+        trainer_of(model, tokenizer, tmp_path, max_steps=3, **settings).train()
+        return {n: t for n, t in model.state_dict().items() if is_memory(n)}
+
+    whole, halves = trained(4, 1), trained(2, 2)
+    assert all(torch.allclose(whole[n].float(), halves[n].float(), atol=2e-4) for n in whole)
+    assert torch.equal(whole["model.layers.1.engram.table.seen"], halves["model.layers.1.engram.table.seen"])
