@@ -1,4 +1,4 @@
-# make demo: set up, fetch SmolLM2-135M, teach it 100 facts, prove it, export.  make test: set up, lint, types, all tests.
+# make demo: set up, fetch SmolLM2-135M, teach it 100 facts, prove it, export.  make test: set up, all tests.  make check: lint, types.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready

@@ -47,7 +47,8 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    for name in ("torchao", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="peft|torch")
 
@@ -72,8 +73,7 @@ def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, Pr
 
     from engram_graft.bases import load_base
 
-    if recipe.base is None:
-        raise UserError("no base model: pass --base, e.g. --base smollm2, or set base in the recipe")
+    assert recipe.base is not None
     model, tokenizer = load_base(recipe.base, recipe.dtype)
     model.to(pick_device(device))
     if not recipe.lora.rank:
@@ -99,8 +99,9 @@ def open_graft(directory: str, device: str | None, dtype: str | None = None) -> 
     """A graft or merged directory, loaded."""
     from engram_graft.checkpoint import load_graft
 
+    place = pick_device(device)
     model, tokenizer = load_graft(directory, dtype=dtype)
-    return model.to(pick_device(device)), tokenizer
+    return model.to(place), tokenizer
 
 
 def say(text: str = "") -> None:

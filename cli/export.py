@@ -22,8 +22,10 @@ def command(
 ) -> None:
     """Export merged safetensors, reload them and compare; a failed check leaves no directory behind."""
     from engram_graft.export import export_merged
+    from engram_graft.output import require_free
 
     quiet()
+    require_free(output)
     model, tokenizer = open_graft(directory, device, dtype)
     report = export_merged(model, tokenizer, output, max_shard_size)
     if json:

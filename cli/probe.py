@@ -69,8 +69,6 @@ def probe_into(
     """Run the probes and write probes.json and report.png into `output`, with the checks and curves that the directory `graft` has."""
     import json
 
-    from rich.console import Console
-
     from engram_graft.card import model_card
     from engram_graft.files import CONFIG_FILE
     from engram_graft.output import all_or_nothing
@@ -84,8 +82,7 @@ def probe_into(
             kept["identity"] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error.msg}); remove it and probe again") from error
-    with Console(stderr=True).status("probing") as status:
-        report = run_probes(model, tokenizer, data, options, lambda arm: status.update(f"probing {arm}"))
+    report = run_probes(model, tokenizer, data, options, lambda arm: say(f"probe     {arm}"))
     report = {**report, **kept, **checks}
     if "identity" in report:
         report["identity"] = {key: report["identity"][key] for key in ("bitwise", "logits")}
@@ -125,12 +122,10 @@ def show(report: dict[str, Any], examples: int) -> None:
         say(
             "          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical"
         )
-        counts = {
-            part: report["arms"]["base"][part]["n"]
-            for part in ("recall", "paraphrase", "task_exact")
-            if part in report["arms"]["base"]
-        }
-        say(f"          n: {counts}; the base knew {report['known']} of the trained prompts before")
+        base = report["arms"]["base"]
+        counts = {"trained prompts": "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
+        say("          " + ", ".join(f"{base[part]['n']} {what}" for what, part in counts.items() if part in base))
+        say(f"          the base knew {report['known']} of the trained prompts before")
     rows = sorted(report.get("examples", []), key=lambda row: row["graft"] != row["answer"])
     for row in rows[:: max(1, len(rows) // max(1, examples))][:examples]:
         print(f"\n{row['prompt']}\n  base:  {row['base']!r}\n  graft: {row['graft']!r}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, quiet, say
+from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, pick_device, quiet, say
 from engram_graft.errors import PromiseError, UserError
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         import engram_graft as eg
         from engram_graft.verify import verify_decoding
 
+        if recipe.base is None:
+            raise UserError("no base model: pass --base, e.g. --base smollm2, or set base in the recipe")
+        pick_device(device)
         say(f"base      {recipe.base} in {recipe.dtype}, from {recipe.data} {_amount(data)}")
         model, tokenizer = base_with_lora(recipe, device)
         eg.graft(model, tokenizer, recipe.engram)
@@ -98,6 +101,7 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         say(
             f"graft     layers {list(recipe.engram.layer_ids)}, {memory / 1e6:.1f} M memory and {lora / 1e6:.2f} M LoRA parameters"
         )
+        say("check     comparing every logit of the fresh graft with the base's, then training")
         result = eg.train(model, tokenizer, recipe, data)
         identity = result["identity"]
         say(f"identity  {identity['logits']:,} logits were equal to the base's, bit for bit, before training")
@@ -118,6 +122,7 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
     if recipe.merged:
         from engram_graft.export import export_merged
 
+        say(f"export    writing {recipe.merged}, reloading it, comparing it with the graft")
         result["export"] = export_merged(model, tokenizer, recipe.merged)
         if data.facts:
             result["export"]["same_answers"] = _same_answers(model, recipe.merged, data, recipe)

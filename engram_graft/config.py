@@ -87,8 +87,10 @@ class EngramConfig:
         for name in ("n_embed_per_ngram", "n_head_per_ngram", "kernel_size", "hc_mult"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed}: must be 0 or more")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed={self.seed}: must be from 0 to 2147483647")
+        if max(self.engram_vocab_size) > 10**10:
+            raise UserError(f"engram_vocab_size={list(self.engram_vocab_size)}: at most 10000000000 rows a head")
         if self.n_embed_per_ngram % self.n_head_per_ngram:
             raise UserError(
                 f"n_embed_per_ngram={self.n_embed_per_ngram} is not a multiple of n_head_per_ngram={self.n_head_per_ngram}: "

@@ -4,7 +4,7 @@ Built once per call by the decoder's hook and handed to the layers; nothing of a
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ class Context:
     rows: int64 `[B, T, layers, orders*heads]`.
     window: the call's positions, with the cached ones before them.
     ids: compressed ids `[B, past + T]`.
+    owner: the graft's mark.
     recorded: whether the cache's state has taken this call's columns in.
     """
 
     rows: Tensor
     window: Window
     ids: Tensor
+    owner: str
     recorded: bool = False
 
     def record(self, cache: Cache) -> DecodeState:
@@ -42,44 +44,57 @@ class Context:
                 raise RuntimeError(
                     f"the decoder's call saw {self.window.past} cached tokens, its layers' cache has {state.length}"
                 )
-            state.ids, state.valid, self.recorded = self.ids, self.window.valid, True
+            state.ids, state.valid, state.owner, self.recorded = self.ids, self.window.valid, self.owner, True
         return state
 
 
 def build_context(
-    ngram_hash: NgramHash, names: Sequence[str], explicit_ids: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ngram_hash: NgramHash, given: Mapping[str, Any], owner: str, caching: bool, explicit_ids: Tensor | None = None
 ) -> Context:
-    """Read a decoder call; `names` are its positional parameters, `explicit_ids` go with a call that has only embeddings.
+    """Read a decoder call. Raises `UserError` where the memory could not be right: no ids, a cache it has not followed.
 
-    Raises `UserError` where the memory could not be right: no ids, a cache it has not followed."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    beside = kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
-    input_ids = next((ids for ids in (given.get("input_ids"), beside, explicit_ids) if ids is not None), None)
+    Args:
+        given: the call's arguments by name.
+        owner: the graft's mark; a cache with another graft's past is refused.
+        caching: whether the decoder makes a cache when the call does not say.
+        explicit_ids: ids of a call that has only embeddings.
+    """
+    input_ids = next((ids for ids in (given.get("input_ids"), given.get(IDS_KEYWORD), explicit_ids) if ids is not None), None)
     if input_ids is None:
         raise UserError(
             "the memory needs token ids and this call has only inputs_embeds: pass the ids beside them as "
             f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), wrap generate in engram_graft.grafted.explicit_ids(model, ids), or run "
             "without memory inside disable_graft(model)"
         )
+    embeds = given.get("inputs_embeds")
+    if embeds is not None and given.get("input_ids") is None:
+        if embeds.shape[0] % input_ids.shape[0] == 0:  # generate has repeated each row for its beams
+            input_ids = input_ids.repeat_interleave(embeds.shape[0] // input_ids.shape[0], 0)
+        if input_ids.shape != embeds.shape[:2]:
+            raise UserError(
+                f"the ids beside inputs_embeds are {list(input_ids.shape)}, the embeddings {list(embeds.shape[:2])}: one id each"
+            )
     cache = find_cache(given)
     past, state = 0, None
     if cache is not None:
         held, state = seen_tokens(cache), find_state(cache)
         past = state.length if state is not None else 0
-        if held != past and not (held is None and past):
+        if (held != past and not (held is None and past)) or (past and state is not None and state.owner != owner):
             raise UserError(
-                f"the cache holds {'some' if held is None else held} tokens and the memory has followed {past} of them (it was off, "
-                "or the cache was filled by another model): start from an empty cache"
+                f"the cache holds {'some' if held is None else held} tokens and the memory has followed "
+                f"{past if state is None or state.owner == owner else 0} of them (it was off, or the cache was filled by another model): "
+                "start from an empty cache"
             )
-    embeds = given.get("inputs_embeds")
-    if embeds is not None and given.get("input_ids") is None and input_ids.shape != embeds.shape[:2]:
-        raise UserError(
-            f"the ids beside inputs_embeds are {list(input_ids.shape)}, the embeddings {list(embeds.shape[:2])}: one id each"
-        )
     length = input_ids.shape[1]
     compressed = ngram_hash.lookup[input_ids.to(ngram_hash.lookup.device)]
-    valid = _valid(given.get("attention_mask"), length, past, cache)
-    segment = _segments(given, input_ids) if cache is None and valid is None else None
+    valid, segment = read_mask(given.get("attention_mask"), length, past, cache)
+    told = _segments(given, input_ids)
+    if cache is not None or (caching if given.get("use_cache") is None else given["use_cache"]):
+        # as the base: with a cache, positions that jump do not part documents; what says so outright cannot be right
+        if segment is not None or (told is not None and _outright(given)):
+            raise UserError("packed documents cannot be run with a cache, which carries no boundaries: pass use_cache=False")
+    else:
+        segment = told if segment is None else segment
     if state is not None and state.ids is not None:
         compressed = torch.cat([state.ids, compressed], 1)
         if valid is not None or state.valid is not None:
@@ -87,7 +102,7 @@ def build_context(
             now = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
             valid = torch.cat([before, now.to(before.device)], 1)
     window = Window(past, length, valid, segment)
-    return Context(ngram_hash(compressed, window), window, compressed)
+    return Context(ngram_hash(compressed, window), window, compressed, owner)
 
 
 def find_cache(given: Mapping[str, Any]) -> Cache | None:
@@ -103,22 +118,48 @@ def find_cache(given: Mapping[str, Any]) -> Cache | None:
     return None
 
 
-def _valid(mask: Any, length: int, past: int, cache: Cache | None) -> Tensor | None:
-    """bool `[B, T]`, False at padding; None when nothing is padded. A 4D mask tells by its diagonal: a pad sees not even itself."""
+def read_mask(mask: Any, length: int, past: int, cache: Cache | None) -> tuple[Tensor | None, Tensor | None]:
+    """What an attention mask says of the call's T columns: which are tokens, and which document each is in.
+
+    Returns:
+        bool `[B, T]`, False at padding (None: no padding); int `[B, T]` (None: one document). A 2D mask marks padding. In a 4D mask
+        padding is a column that no later row sees (rows that see the future are padding's own, unmasked for SDPA), and a document
+        begins where a row does not see the one before it.
+    """
+    kind = "full_attention"
     if isinstance(mask, Mapping):  # one mask for each kind of layer
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
+        kind = kind if mask.get(kind) is not None else next(iter(mask), kind)
+        mask = mask.get(kind)
     if mask is None:
-        return None
+        return None, None
     if mask.ndim == 2:
         valid = mask[:, -length:].bool()
-    elif length == 1:
-        return None  # a generated token
-    else:
-        offset = cache.get_mask_sizes(length, 0)[1] if cache is not None else 0
-        t = torch.arange(length, device=mask.device)
-        diagonal = mask[:, 0][:, t, t + past - offset]
-        valid = diagonal if diagonal.dtype == torch.bool else diagonal >= 0
-    return None if bool(valid.all()) else valid
+        return (None if bool(valid.all()) else valid), None
+    if length == 1:
+        return None, None  # a generated token
+    first = past
+    if cache is not None:
+        sliding = list(cache.is_sliding)
+        layer = next((n for n, slides in enumerate(sliding) if slides != (kind == "full_attention")), 0)
+        first -= cache.get_mask_sizes(length, layer)[1]
+    sees = mask[:, 0, :, first : first + length]  # (B, T, T)
+    sees = sees if sees.dtype == torch.bool else sees >= 0
+    causal = ~sees.triu(1).any(-1)  # (B, T)
+    valid = (sees.tril(-1) & causal[:, :, None]).any(1)
+    valid[:, -1] = sees[:, -1, -1] & causal[:, -1]
+    begins = torch.zeros_like(valid)
+    begins[:, 1:] = ~sees.diagonal(-1, 1, 2) & valid[:, 1:] & valid[:, :-1]
+    # the last token of a document is seen by no later row: it is padding only if its own row is not causal or blind to itself
+    own = sees.diagonal(0, 1, 2) & causal
+    ends = torch.zeros_like(valid)
+    ends[:, :-1] = own[:, :-1] & ~sees.diagonal(-1, 1, 2)
+    valid = valid | (ends & own)
+    begins[:, 1:] = ~sees.diagonal(-1, 1, 2) & valid[:, 1:] & valid[:, :-1]
+    return (None if bool(valid.all()) else valid), (begins.cumsum(1) if bool(begins.any()) else None)
+
+
+def _outright(given: Mapping[str, Any]) -> bool:
+    return given.get("seq_idx") is not None or given.get("cu_seq_lens_q") is not None
 
 
 def _segments(given: Mapping[str, Any], input_ids: Tensor) -> Tensor | None:

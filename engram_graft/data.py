@@ -112,9 +112,9 @@ def _csv(path: Path) -> Iterable[tuple[str, Any]]:
         if None in row:
             raise UserError(f"{path}, line {reader.line_num}: more cells than the header has; quote a cell that holds a comma")
         record: dict[str, Any] = {key: value for key, value in row.items() if key and value}
-        for field in _LIST_FIELDS:
+        for field in ("prompt", *_LIST_FIELDS):
             if field in record:
-                record[field] = [part.strip() for part in record[field].split("|")]
+                record[field] = [part.strip() for part in record[field].split("|") if part.strip()]
         yield f"line {reader.line_num}", record
 
 
@@ -165,8 +165,8 @@ def _fact(where: str, record: dict[str, Any], default_id: str) -> Fact:
     lists = {}
     for field in _LIST_FIELDS:
         lists[field] = record.get(field) or []
-        if not isinstance(lists[field], list) or not all(isinstance(v, str) for v in lists[field]):
-            raise UserError(f"{where}: {field} must be a list of texts")
+        if not isinstance(lists[field], list) or not all(isinstance(v, str) and v.strip() for v in lists[field]):
+            raise UserError(f"{where}: {field} must be a list of texts, none empty")
     neighbours = record.get("neighborhood") or []
     if not isinstance(neighbours, list) or not all(isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours):
         raise UserError(f"{where}: neighborhood must be a list of objects with prompt and answer")

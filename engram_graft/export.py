@@ -65,6 +65,8 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the merged model by its plain name, adapters folded into the weights; tied tensors stay one tensor."""
     base = unwrap(model)
     adapters = adapter_names(base)
+    if any(".token_adapter." in name for name in base.state_dict()):
+        raise UserError("PEFT's trainable_token_indices cannot be exported merged yet: train without it")
     state = {
         base_name(name): tensor
         for name, tensor in base.state_dict().items()

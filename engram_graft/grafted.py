@@ -1,6 +1,8 @@
 """A grafted model: finding its memory, switching it and the adapters off, and what of it is trained."""
 
 import contextlib
+import threading
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from engram_graft.layer import Engram
 from engram_graft.locate import locate
 from engram_graft.params import adapter_names, is_memory
 
+_switch = threading.Lock()
+
 
 class Graft(NgramHash):
     """A grafted model's addresses, and what the graft has to remember of the model: the decoder's child `engram_hash`."""
@@ -24,7 +28,8 @@ class Graft(NgramHash):
     def __init__(self, config: EngramConfig, plan: HashPlan, token_map: TokenMap, keywords: bool):
         super().__init__(plan)
         self.config, self.token_map, self.keywords = config, token_map, keywords
-        self.enabled = True
+        self.switched_off = 0  # how many disable_graft blocks are open
+        self.owner = uuid.uuid4().hex  # what a cache says whose past it carries; a copy of the model shares it
         self.explicit_ids: Tensor | None = None  # see the context manager of this name
         self.decoder_parameters: tuple[str, ...] = ()
         self.was_trainable: list[str] = []  # parameters of the base that were trainable before
@@ -44,13 +49,14 @@ def disable_graft(model: nn.Module, lora: bool = False) -> Iterator[nn.Module]:
     The switch is the model's, not the thread's, like PEFT's own `disable_adapter`. A cache filled inside cannot be continued outside.
     """
     ngram_hash = find_graft(model)
-    before = ngram_hash.enabled
-    ngram_hash.enabled = False
+    with _switch:
+        ngram_hash.switched_off += 1
     try:
         with disable_lora(model) if lora else contextlib.nullcontext():
             yield model
     finally:
-        ngram_hash.enabled = before
+        with _switch:
+            ngram_hash.switched_off -= 1
 
 
 @contextlib.contextmanager

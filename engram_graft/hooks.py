@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from engram_graft.compress import TokenMap, compress, extend_lookup
 from engram_graft.config import EngramConfig
-from engram_graft.context import Context, build_context, find_cache
+from engram_graft.context import IDS_KEYWORD, Context, build_context, find_cache
 from engram_graft.errors import UserError
 from engram_graft.grafted import Graft, find_graft, require_bare
 from engram_graft.hashing import HashPlan, plan_hashes
@@ -48,7 +48,11 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
 
     Source: arXiv 2601.07372; what differs is the frozen base and the zero initialisation.
     """
-    config = config or EngramConfig()
+    config = EngramConfig() if config is None else config
+    if not isinstance(config, EngramConfig):
+        raise UserError(f"config is a {type(config).__name__}: pass an EngramConfig, e.g. EngramConfig(layer_ids=[2, 6])")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"tokenizer is a {type(tokenizer).__name__}: pass the base's, from AutoTokenizer.from_pretrained")
     located = locate(model)
     token_map = compress(tokenizer)
     lookup = extend_lookup(token_map, embedding_weight(model).shape[0])
@@ -63,6 +67,9 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
 def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap) -> Graft:
     """Attach a memory whose integers are known: what `graft` and `load_graft` share."""
     require_bare(located.base)
+    for options in getattr(located.base, "peft_config", {}).values():
+        if getattr(options, "bias", "none") != "none":
+            raise UserError(f"LoRA with bias={options.bias!r} trains biases of the base, which a graft freezes: use bias='none'")
     count = len(located.layers)
     for layer_id in config.layer_ids:
         if layer_id >= count:
@@ -72,16 +79,20 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
         raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")
     ngram_hash = Graft(config, plan, token_map, stream.keywords)
     ngram_hash.decoder_parameters = tuple(inspect.signature(type(located.decoder).forward).parameters)[1:]
+    memories = []
+    for index, layer_id in enumerate(config.layer_ids):
+        layer = located.layers[layer_id]
+        # of a layer that accelerate keeps on disk, only the hook knows where it runs
+        device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None) or next(layer.parameters()).device
+        memories.append(Engram(config, index, plan.table_rows[index], stream.width, torch.device(device)).train(layer.training))
+    # all of it is made by now: what follows cannot fail half way
     adapters = adapter_names(located.base)
     for name, parameter in located.base.named_parameters():
         if parameter.requires_grad and name not in adapters:
             parameter.requires_grad_(False)
             ngram_hash.was_trainable.append(base_name(name))
-    for index, layer_id in enumerate(config.layer_ids):
-        layer = located.layers[layer_id]
-        # of a layer that accelerate keeps on disk, only the hook knows where it runs
-        device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None) or next(layer.parameters()).device
-        layer.engram = Engram(config, index, plan.table_rows[index], stream.width, torch.device(device)).train(layer.training)
+    for memory in memories:
+        located.layers[memory.layer_id].engram = memory
     located.decoder.engram_hash = ngram_hash.to(embedding_weight(located.base).device)
     hooks: Any = [located.decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)]
     if not stream.keywords:
@@ -120,8 +131,11 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     assert isinstance(ngram_hash, Graft)
     context: object = _OFF
     kwargs = dict(kwargs)
-    if ngram_hash.enabled:
-        context = build_context(ngram_hash, ngram_hash.decoder_parameters, ngram_hash.explicit_ids, args, kwargs)
+    if not ngram_hash.switched_off:
+        caching = bool(getattr(decoder.config, "use_cache", False))
+        given = dict(zip(ngram_hash.decoder_parameters, args, strict=False)) | kwargs
+        context = build_context(ngram_hash, given, ngram_hash.owner, caching, ngram_hash.explicit_ids)
+        kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
     if ngram_hash.keywords:
         kwargs[_KEYWORD] = context
     else:

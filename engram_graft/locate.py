@@ -47,6 +47,8 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 def locate(model: nn.Module) -> Located:
     """Find the decoder layers. Raises `UserError` when no list of layers, or more than one, fits."""
     base = unwrap(model)
+    if base.config.is_encoder_decoder or not base.can_generate() or base.get_output_embeddings() is None:
+        raise UserError(f"{type(base).__name__} is no causal language model: load one with AutoModelForCausalLM")
     decoder = base.get_decoder()
     config = getattr(decoder, "config", base.config).get_text_config(decoder=True)
     unsplittable = set(base._no_split_modules or [])

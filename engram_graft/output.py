@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from engram_graft.errors import UserError
+from safetensors import SafetensorError
+
+from engram_graft.errors import UserError, first_line
 
 
 def require_free(path: str | Path) -> None:
@@ -47,7 +49,10 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"output {directory}: cannot be written ({error.strerror})") from error
     try:
-        yield scratch
+        try:
+            yield scratch
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"output {directory}: cannot be written ({first_line(error)})") from error
         for path in sorted(scratch.iterdir()):
             if path.is_dir():
                 shutil.rmtree(target / path.name, ignore_errors=True)
@@ -60,8 +65,8 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
 
 def _make(directory: Path) -> list[Path]:
     """Make a directory; returns what was not there before, innermost first."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output {directory}: cannot be made ({error.strerror})") from error

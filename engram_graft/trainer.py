@@ -56,6 +56,10 @@ class EngramTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
+            if memories(self._model)[0].key_norm.dtype == torch.float16:
+                raise UserError(
+                    "a float16 memory cannot be trained (Adam's eps is 0 there): use dtype float32 or bfloat16 for it"
+                )
             self.optimizer = EngramAdamW(
                 self.parameter_groups(model or self._model),
                 lr=self.args.learning_rate,
@@ -219,7 +223,7 @@ def _arguments(options: TrainOptions, output: Path, model: nn.Module) -> Trainin
         "dataloader_pin_memory": unwrap(model).device.type == "cuda",
         "use_cpu": unwrap(model).device.type == "cpu",
     }
-    if owned := sorted((settings.keys() - {"report_to"}) & options.trainer.keys()):
+    if owned := sorted(((settings.keys() | {"optim", "optim_args"}) - {"report_to"}) & options.trainer.keys()):
         raise UserError(f"train.trainer sets {', '.join(owned)}: those are set by the train section's own options")
     try:
         return TrainingArguments(**settings | options.trainer)

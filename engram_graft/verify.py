@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from engram_graft.config import DTYPES
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.grafted import disable_graft, memories
 from engram_graft.locate import unwrap
@@ -43,6 +44,8 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
         PromiseError: a logit differs, a grafted layer did not run, or a nudge went unnoticed.
         UserError: the model has no memory.
     """
+    if dtypes is not None and (isinstance(dtypes, str) or not set(dtypes) <= set(DTYPES)):
+        raise UserError(f"dtypes={dtypes!r}: must be a list of {', '.join(DTYPES)}")
     own = str(unwrap(model).dtype).removeprefix("torch.")
     wanted = list(dtypes) if dtypes is not None else list(dict.fromkeys([own, "float32", "bfloat16"]))
     report: dict[str, Any] = {"bitwise": True, "logits": 0, "checks": [], "nudges": [], "skipped": {}}

@@ -1,5 +1,6 @@
 """Recall: does the model give a fact's answer, by its own greedy decoding and with the true answer as context, each labelled."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def recall(
     said: dict[int, list[int]] = {}
     for length in sorted(set(map(len, answers))):  # no prompt is decoded for much longer than its own answer
         of_length = [n for n, answer in enumerate(answers) if len(answer) == length]
-        texts = greedy(model, tokenizer, [questions[n][0] for n in of_length], length + 1, batch_size)
+        texts = greedy(model, tokenizer, [questions[n][0] for n in of_length], length + 2, batch_size)
         said.update(zip(of_length, texts, strict=True))
     forced = teacher_forced(model, tokenizer, questions, batch_size)
     n = len(questions)
@@ -38,4 +39,5 @@ def _says(tokenizer: PreTrainedTokenizerBase, said: list[int], answer: list[int]
     if said[: len(answer)] != answer:
         return False
     beyond = tokenizer.decode(said)[len(tokenizer.decode(answer)) :]
-    return not beyond[:1].isalnum()
+    # not a longer word, and not a longer number
+    return not re.match(r"\w|[.,]\d", beyond)

@@ -36,7 +36,7 @@ def free_answers(
     for fact, ids in zip(facts, said, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
         for stop in _STOPS:
-            if stop not in fact.answer:
+            if not any(stop in form for form in (fact.answer, *fact.aliases)):
                 text = text.split(stop)[0]
         answers.append(text.strip())
     return answers

@@ -224,7 +224,7 @@ def test_a_failed_save_leaves_the_old_graft_whole(saved: Path, grafted: Any, mon
         raise OSError("No space left on device")
 
     monkeypatch.setattr("engram_graft.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="cannot be written .*No space"):
         eg.save_graft(grafted(), saved)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 

@@ -312,7 +312,7 @@ def test_recall_counts_exact_answers_and_each_answer_once(grafted: Make, tokeniz
 
     def speak(model: Any, tokenizer: Any, prompts: Any, length: int, size: int) -> list[list[int]]:
         asked = [(prompt, answer) for prompt, answer in questions if prompt in prompts]
-        assert all(length == len(encode_answer(tokenizer, *question)[1]) + 1 for question in asked)
+        assert all(length == len(encode_answer(tokenizer, *question)[1]) + 2 for question in asked)
         return [tokenizer(said[answer])["input_ids"][:length] for _, answer in asked]
 
     monkeypatch.setattr("engram_graft.probes.recall.greedy", speak)
@@ -414,7 +414,7 @@ def test_case_37_known_counts_what_the_base_already_answers(
     model = grafted()
 
     def speak(model: Any, tokenizer: Any, prompts: Any, *args: Any) -> list[list[int]]:
-        if find_graft(model).enabled:
+        if not find_graft(model).switched_off:
             return [tokenizer(" wool")["input_ids"] for _ in prompts]
         return [tokenizer(" sun" if "sleeps" in prompt else " milk")["input_ids"] for prompt in prompts]
 
@@ -464,7 +464,7 @@ def test_probes_leave_the_model_as_it_was(grafted: Make, ids: Tensor, tokenizer:
     assert [module.training for module in model.modules()] == modes
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     assert torch.equal(random, torch.get_rng_state())
-    assert find_graft(model).enabled and all(memory.table.redirect is None for memory in memories(model))
+    assert (not find_graft(model).switched_off) and all(memory.table.redirect is None for memory in memories(model))
 
 
 def test_probes_see_damage_done_to_the_memory(grafted: Make, ids: Tensor, tokenizer: Any) -> None:
