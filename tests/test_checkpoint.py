@@ -298,3 +298,24 @@ def test_case_13_frozen_adapters_stay_frozen_through_disable_graft_even_after_an
     with pytest.raises(KeyError), eg.disable_graft(model, lora=True):
         raise KeyError
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_model_the_files_could_not_give_back_is_refused(saved: Path, tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    merged, _ = eg.load_graft(saved)
+    merged.merge_adapter()
+    with pytest.raises(UserError, match="unmerge_adapter"):
+        eg.save_graft(merged, tmp_path / "a")
+    merged.unmerge_adapter()
+    merged.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="delete_adapter"):
+        eg.save_graft(merged, tmp_path / "a")
+    with pytest.raises(UserError, match="float64"):
+        eg.save_graft(grafted().double(), tmp_path / "a")
+    grown = grafted()
+    grown.resize_token_embeddings(340, mean_resizing=False)
+    with pytest.raises(UserError, match="340 rows"):
+        eg.save_graft(grown, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    biased = get_peft_model(tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"], bias="all"))
+    with pytest.raises(UserError, match="bias='none'"):
+        eg.graft(biased, tokenizer, eg.EngramConfig(**TINY_ENGRAM))

@@ -390,3 +390,10 @@ def test_a_trimmed_batch_has_the_loss_and_the_gradients_of_the_whole_one(grafted
     assert len(batch["logits_to_keep"]) == batch["labels"].shape[1] < batch["input_ids"].shape[1]
     assert torch.allclose(*losses, atol=1e-6) and gradients[0].keys() == gradients[1].keys()
     assert all(torch.allclose(gradients[0][n], gradients[1][n], atol=1e-6) for n in gradients[0])
+
+
+def test_blanks_in_lists_are_no_answers_and_csv_prompts_are_lists(write: Write) -> None:
+    fact = load_data(str(write("f.csv", "prompt,answer,aliases\nA is|B is,wool,woolen|\n"))).facts[0]
+    assert fact.prompts == ("A is", "B is") and fact.aliases == ("woolen",)
+    with pytest.raises(UserError, match="none empty"):
+        load_data(str(write("f.jsonl", '{"prompt": "A is", "answer": "wool", "aliases": [""]}')))

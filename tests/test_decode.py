@@ -142,7 +142,7 @@ def test_verify_decoding_notices_a_forgotten_tail_on_texts_nothing_was_trained_o
     assert not report["ok"] and not report["token by token"]["ok"] and report["left-padded batch"]["ok"]
 
 
-def test_crop_rewinds_the_memory(grafted: Make, ids: Tensor) -> None:
+def test_case_6_crop_rewinds_the_memory(grafted: Make, ids: Tensor) -> None:
     model = grafted()
     cache = DynamicCache()
     in_chunks(model, ids, 24, cache)
@@ -151,7 +151,7 @@ def test_crop_rewinds_the_memory(grafted: Make, ids: Tensor) -> None:
     assert (again - full(model, ids)[:, 14:]).abs().max() <= 1e-5
 
 
-def test_two_interleaved_streams_equal_the_two_alone(grafted: Make, ids: Tensor) -> None:
+def test_case_5_two_interleaved_streams_equal_the_two_alone(grafted: Make, ids: Tensor) -> None:
     model = grafted()
     caches = [DynamicCache(), DynamicCache()]
     parts: list[list[Tensor]] = [[], []]
@@ -181,13 +181,15 @@ def test_a_cache_the_memory_has_not_followed_is_refused(grafted: Make, ids: Tens
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("memory", ["float32", "bfloat16"])
-def test_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(base: str, memory: str, grafted: Make, ids: Tensor) -> None:
+def test_case_32_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(
+    base: str, memory: str, grafted: Make, ids: Tensor
+) -> None:
     model = grafted(base={"dtype": getattr(torch, base)}, dtype=memory)
     logits = full(model.to(getattr(torch, base)) if memory == base else model, ids)
     assert logits.dtype == getattr(torch, base) and logits.isfinite().all()
 
 
-def test_decoding_in_train_mode_equals_eval_mode(grafted: Make, ids: Tensor) -> None:
+def test_case_5_decoding_in_train_mode_equals_eval_mode(grafted: Make, ids: Tensor) -> None:
     model = grafted(seen_filter=True)
     for layer in (1, 2):
         model.model.layers[layer].engram.table.seen.fill_(True)
@@ -256,3 +258,60 @@ def test_right_padded_rows_decode_on_as_the_rows_alone(grafted: Make, ids: Tenso
     alone = full(model, torch.cat([ids[1:, :10], ids[1:, 16:]], 1))
     assert (found[:1] - full(model, ids[:1])).abs().max() <= 1e-5
     assert (torch.cat([found[1:, :10], found[1:, 16:]], 1) - alone).abs().max() <= 1e-5
+
+
+def test_case_9_documents_parted_by_a_4d_mask_equal_the_documents_apart(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    row, second = ids[:1], torch.arange(24) >= 13
+    blocks = (torch.ones(24, 24).tril().bool() & (second[:, None] == second[None]))[None, None]
+    apart = torch.cat([full(model, row[:, :13]), full(model, row[:, 13:])], 1)
+    assert (full(model, row, attention_mask=blocks) - apart).abs().max() <= 1e-5
+
+
+def test_case_8_padding_in_a_4d_mask_is_seen_even_where_its_rows_are_unmasked(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    unmasked = (torch.ones(24, 24).tril().bool()[None, None] & mask.bool()[:, None, None, :]).clone()
+    unmasked[1, 0, :9] = True  # what transformers does for SDPA: a row of padding sees everything
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    two, four = (full(model, ids, attention_mask=m, position_ids=positions) for m in (mask, unmasked))
+    assert (two[1:, 9:] - four[1:, 9:]).abs().max() <= 1e-5 and (two[:1] - four[:1]).abs().max() <= 1e-5
+
+
+def test_packed_documents_with_a_cache_are_refused_where_they_are_told_outright(grafted: Make, ids: Tensor) -> None:
+    model = grafted()
+    with pytest.raises(UserError, match="use_cache=False"):
+        model(input_ids=ids, seq_idx=(torch.arange(24) >= 13).int()[None].expand(2, -1), use_cache=True)
+
+
+def test_a_call_that_makes_its_own_cache_equals_one_that_is_given_one(grafted: Make, ids: Tensor) -> None:
+    model: Any = grafted()
+    jumping = torch.cat([torch.arange(12), torch.arange(100, 112)])[None].expand(2, -1)
+    with torch.no_grad():
+        own, given = (
+            model(input_ids=ids, position_ids=jumping, use_cache=True, **c).logits
+            for c in ({}, {"past_key_values": DynamicCache()})
+        )
+    assert torch.equal(own, given)
+
+
+def test_a_cache_with_another_grafts_past_is_refused(grafted: Make, ids: Tensor) -> None:
+    one, other, cache = grafted(), grafted(seed=0), DynamicCache()
+    in_chunks(one, ids[:, :8], 8, cache)
+    with pytest.raises(UserError, match="filled by another model"):
+        in_chunks(other, ids[:, 8:], 8, cache)
+    in_chunks(copy.deepcopy(one), ids[:, 8:], 8, cache)  # a copy of the model goes on
+
+
+def test_gemma3_with_a_static_cache_chunked_prefill_and_left_padding(grafted: Make) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    model: Any = grafted("gemma3_text", base={"sliding_window": 8, "layer_types": types})
+    ids = torch.randint(2, 320, (2, 40), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    plain = torch.stack(model.generate(input_ids=ids, **settings).logits)
+    static = torch.stack(model.generate(input_ids=ids, **settings, prefill_chunk_size=7, cache_implementation="static").logits)
+    assert (plain - static).abs().max() <= 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, TINY_ENGRAM, randomize, tiny_model
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import engram_graft as eg
 from engram_graft.errors import UserError
@@ -91,6 +91,21 @@ def test_a_returned_cache_can_be_continued(grafted: Make, ids: Tensor) -> None:
     assert torch.equal(rest, whole)
 
 
+def test_a_quantized_cache_carries_the_memory_as_a_full_one_does(grafted: Make, ids: Tensor) -> None:
+    """The base's own keys and values lose precision; the memory's past does not: what differs is what differs without a memory."""
+    model: Any = grafted()
+
+    def difference() -> float:
+        with torch.no_grad():
+            cache = QuantizedCache("fp8", config=model.config)
+            parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in ids.split(6, 1)]
+            return float((torch.cat(parts, 1) - model(input_ids=ids, use_cache=False).logits).abs().max())
+
+    with eg.disable_graft(model):
+        control = difference()
+    assert control > 0 and difference() <= 4 * control
+
+
 def test_a_static_cache_can_be_reset_and_used_again(grafted: Make, ids: Tensor) -> None:
     model: Any = grafted()
     cache = StaticCache(config=model.config, max_cache_len=64)
@@ -101,7 +116,7 @@ def test_a_static_cache_can_be_reset_and_used_again(grafted: Make, ids: Tensor) 
         cache.reset()
 
 
-def test_case_10_disabled_memory_generates_as_the_base(grafted: Make, ids: Tensor) -> None:
+def test_disabled_memory_generates_as_the_base(grafted: Make, ids: Tensor) -> None:
     model = grafted()
     with eg.disable_graft(model):
         assert torch.equal(generate(model, ids), generate(tiny_model(), ids))
@@ -125,7 +140,7 @@ def test_continuous_batching_is_refused_up_front_and_back_after_ungraft(grafted:
     assert "generate_batch" not in model.__dict__ and callable(model.generate_batch)
 
 
-def test_generate_from_embeddings_with_explicit_ids_equals_generate_from_ids(grafted: Make, ids: Tensor) -> None:
+def test_case_10_generate_from_embeddings_with_explicit_ids_equals_generate_from_ids(grafted: Make, ids: Tensor) -> None:
     model: Any = grafted()
     expected = generate(model, ids)[:, 24:]
     embeds = model.get_input_embeddings()(ids)
@@ -133,6 +148,8 @@ def test_generate_from_embeddings_with_explicit_ids_equals_generate_from_ids(gra
         model.generate(inputs_embeds=embeds, **SETTINGS)
     with explicit_ids(model, ids):
         assert torch.equal(model.generate(inputs_embeds=embeds, **SETTINGS), expected)
+        beams = {**SETTINGS, "num_beams": 3}
+        assert torch.equal(model.generate(inputs_embeds=embeds, **beams), generate(model, ids, num_beams=3)[:, 24:])
         with pytest.raises(UserError, match="one id each"):
             model.generate(inputs_embeds=embeds[:, :5], **SETTINGS)
 

@@ -218,7 +218,7 @@ def test_case_22_every_id_of_the_embedding_has_an_address(grafted: Callable[...,
     assert len(beyond.unique()) == len(beyond) and beyond.min() > lookup[: len(tokenizer)].max()
 
 
-def test_inputs_embeds_without_ids_raise_and_with_ids_equal_the_plain_call(
+def test_case_10_inputs_embeds_without_ids_raise_and_with_ids_equal_the_plain_call(
     grafted: Callable[..., nn.Module], ids: Tensor
 ) -> None:
     model = grafted()
@@ -251,3 +251,61 @@ def test_attach_refuses_another_number_of_streams(model: nn.Module, tokenizer: A
 def test_what_is_no_language_model_is_refused(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="no Hugging Face model inside"):
         eg.graft(nn.Linear(2, 2), tokenizer)
+
+
+def test_case_13_disable_graft_in_overlapping_blocks_is_on_again_after_the_last(
+    grafted: Callable[..., nn.Module], ids: Tensor
+) -> None:
+    model = grafted()
+    on = logits(model, ids)
+    one, two = eg.disable_graft(model), eg.disable_graft(model)
+    one.__enter__()
+    off = logits(model, ids)
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert torch.equal(logits(model, ids), off) and not torch.equal(on, off)
+    two.__exit__(None, None, None)
+    assert torch.equal(logits(model, ids), on)
+
+
+def test_a_graft_that_fails_half_way_leaves_the_model_as_it_was(
+    model: nn.Module, tokenizer: Any, ids: Tensor, monkeypatch: Any
+) -> None:
+    import engram_graft.hooks as hooks
+
+    class Full(hooks.Engram):
+        def __init__(self, config: Any, index: int, *rest: Any):
+            if index:
+                raise MemoryError
+            super().__init__(config, index, *rest)
+
+    monkeypatch.setattr(hooks, "Engram", Full)
+    names, trainable = list(model.state_dict()), [p.requires_grad for p in model.parameters()]
+    with pytest.raises(MemoryError):
+        eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    assert list(model.state_dict()) == names and [p.requires_grad for p in model.parameters()] == trainable
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaModel", "BertForMaskedLM", "LlamaForSequenceClassification", "BartForConditionalGeneration"]
+)
+def test_what_is_no_causal_language_model_is_refused(name: str, tokenizer: Any) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 328, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if name.startswith("Bart"):
+        sizes = {
+            "vocab_size": 328,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+        }
+        sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    kind = getattr(transformers, name)
+    with pytest.raises(UserError, match="no causal language model"):
+        eg.graft(
+            kind(kind.config_class(**sizes, pad_token_id=0)), tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "layer_ids": (1,)})
+        )

@@ -486,3 +486,14 @@ def test_probes_see_damage_done_to_the_memory(grafted: Make, ids: Tensor, tokeni
 def test_probing_a_model_without_memory_is_refused(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="no memory"):
         run_probes(tiny_model(), tokenizer, Data(facts=FACTS))
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"), [("3.5", "3", False), ("1,000", "1", False), ("3.", "3", True), ("wool, of", "wool", True)]
+)
+def test_a_longer_number_is_not_the_answer_and_punctuation_after_it_is(
+    said: str, answer: str, right: bool, tokenizer: Any
+) -> None:
+    from engram_graft.probes.recall import _says
+
+    assert _says(tokenizer, tokenizer(said)["input_ids"], tokenizer(answer)["input_ids"]) is right

@@ -254,3 +254,15 @@ def test_gradient_accumulation_of_two_halves_is_one_batch(tokenizer: Any, tmp_pa
     whole, halves = trained(4, 1), trained(2, 2)
     assert all(torch.allclose(whole[n].float(), halves[n].float(), atol=2e-4) for n in whole)
     assert torch.equal(whole["model.layers.1.engram.table.seen"], halves["model.layers.1.engram.table.seen"])
+
+
+def test_a_float16_memory_is_not_trained(tokenizer: Any) -> None:
+    model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "dtype": "float16"}))
+    with pytest.raises(UserError, match="float16 memory cannot be trained"):
+        eg.train(model, tokenizer, recipe(max_steps=1), FACTS)
+
+
+@pytest.mark.parametrize("name", ["optim", "max_steps", "seed"])
+def test_what_the_train_section_owns_cannot_be_set_behind_its_back(name: str, fresh: nn.Module, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=f"train.trainer sets {name}"):
+        eg.train(fresh, tokenizer, recipe(trainer={name: 1}), FACTS)
