@@ -5,6 +5,7 @@ Equations: Engram paper (arXiv 2601.07372) section 2.3 and its demo; per residua
 Plain torch: nothing here knows of transformers.
 """
 
+import contextlib
 import math
 
 import torch
@@ -110,9 +111,12 @@ class Engram(nn.Module):
         """How far each stream lets its look-up in: `[B, T, G, 1]` in (0, 1), from `[B, T, E]` and `[B, T, G, D]`."""
         width = hidden.shape[-1:]
         # one product a stream, as the demo has it: fused, they round otherwise, and the root's slope at 0 shows it
-        weights, bias = self.key_proj.weight.unflatten(0, self.key_norm.shape), self.key_proj.bias
-        biases = [None] * len(weights) if bias is None else bias.unflatten(0, self.key_norm.shape)
-        keys = torch.stack([F.linear(embeddings, w, b) for w, b in zip(weights, biases, strict=True)], -2)
+        if len(self.key_norm) == 1:
+            keys = self.key_proj(embeddings)[..., None, :]
+        else:
+            weights, bias = self.key_proj.weight.unflatten(0, self.key_norm.shape), self.key_proj.bias
+            biases = [None] * len(weights) if bias is None else bias.unflatten(0, self.key_norm.shape)
+            keys = torch.stack([F.linear(embeddings, w, b) for w, b in zip(weights, biases, strict=True)], -2)
         keys = F.rms_norm(keys, width, eps=GATE_EPS) * self.key_norm
         query = F.rms_norm(hidden, width, eps=GATE_EPS) * self.query_norm
         score = (keys * query).sum(-1, keepdim=True) / math.sqrt(width[0])
@@ -133,7 +137,10 @@ class Engram(nn.Module):
             The addend, in the shape and dtype of `hidden`, and the normed values `[B, past + T, G, D]` to remember (None without
             a convolution).
         """
-        with torch.autocast(hidden.device.type, enabled=False):
+        device = hidden.device.type
+        # entering a context costs a decode step what three small products do
+        mixed = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
             streams = hidden.reshape(*hidden.shape[:2], *self.key_norm.shape).to(self.key_norm.dtype)
             valid = None if window.valid is None else window.back(window.valid, 0, False)
             allowed = window.whole(self.config.orders, hidden.device) if self.config.whole_ngrams else None
