@@ -27,36 +27,38 @@ def command(
     quiet()
     from engram_graft.bases import load_base
     from engram_graft.config import EngramConfig
+    from engram_graft.grafted import memories
     from engram_graft.hooks import graft, ungraft
 
     model: Any
     model, tokenizer = load_base(base, dtype or "float32")
     model.to(pick_device(device))
     config = EngramConfig(layer_ids=tuple(parse_layers(layers)))
-    times: dict[str, dict[str, list[float]]] = {"base": {"prefill": [], "step": []}, "graft": {"prefill": [], "step": []}}
+    times: dict[str, dict[str, list[float]]] = {side: {"prefill": [], "step": []} for side in ("base", "graft", "silent")}
     _time(model)  # warm-up
     for _ in range(rounds):
-        for side in ("base", "graft"):
-            if side == "graft":
+        for side in times:
+            if side != "base":
                 graft(model, tokenizer, config)
+                for memory in memories(model):  # every n-gram known, the dearest case; or none, the common one
+                    memory.table.seen.fill_(side == "graft")
             for part, seconds in zip(("prefill", "step"), _time(model), strict=True):
                 times[side][part] += seconds
-            if side == "graft":
+            if side != "base":
                 ungraft(model)
     report: dict[str, Any] = {"base": base, "rounds": rounds, "prompt_tokens": PROMPT_TOKENS}
     for part in ("prefill", "step"):
-        medians = {side: statistics.median(times[side][part]) for side in times}
-        report[part] = {
-            "base_ms": 1e3 * medians["base"],
-            "graft_ms": 1e3 * medians["graft"],
-            "ratio": medians["graft"] / medians["base"],
-        }
+        ms = {side: 1e3 * statistics.median(times[side][part]) for side in times}
+        report[part] = {f"{side}_ms": value for side, value in ms.items()}
+        report[part] |= {"ratio": ms["graft"] / ms["base"], "silent_ratio": ms["silent"] / ms["base"]}
     if json:
         emit(report)
         return
     for part, what in (("step", "one decode step"), ("prefill", f"prefill of {PROMPT_TOKENS} tokens")):
         row = report[part]
-        print(f"{what:<24}base {row['base_ms']:8.2f} ms   graft {row['graft_ms']:8.2f} ms   graft/base {row['ratio']:.3f}")
+        print(f"{what:<24}base {row['base_ms']:8.2f} ms")
+        for side, of, key in (("graft", "every n-gram known", "ratio"), ("silent", "no n-gram known", "silent_ratio")):
+            print(f"{'  ' + of:<24}graft{row[side + '_ms']:8.2f} ms   graft/base {row[key]:.3f}")
 
 
 def _time(model: Any) -> tuple[list[float], list[float]]:

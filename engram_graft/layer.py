@@ -58,6 +58,16 @@ class ShortConv(nn.Module):
         return F.silu(out)
 
 
+def _silent(active: Tensor | None) -> bool:
+    """Whether no n-gram of the call contributes, so that the projections need not run: the common decode step of a filtered memory.
+
+    Asked on the CPU only, where the answer is there; elsewhere it would make the device wait.
+    """
+    if active is None or active.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return not bool(active.any())
+
+
 class Engram(nn.Module):
     """The memory in front of one decoder layer.
 
@@ -148,7 +158,10 @@ class Engram(nn.Module):
                 at = valid[..., None].expand(-1, -1, self.config.orders)
                 allowed = at if allowed is None else allowed & at
             embeddings, active = self.table(rows, allowed)
-            values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
+            if _silent(active):
+                values = torch.zeros_like(streams)
+            else:
+                values = self.gate(embeddings, streams) * self.value_proj(embeddings)[..., None, :]
             if active is not None:  # a bias must not speak where no n-gram does
                 values = values.masked_fill(~active.any(-1)[..., None, None], 0)
             out, normed = values, None

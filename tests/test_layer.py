@@ -250,3 +250,21 @@ def test_the_conv_in_chunks_equals_the_whole_to_the_bit(size: int) -> None:
         length = min(size, 17 - past)
         part = engram.short_conv(normed[:, : past + length], Window(past, length))
         assert torch.equal(part, whole[:, past : past + length])
+
+
+def test_a_call_without_a_known_ngram_skips_the_projections_and_adds_the_same_exact_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram_graft import layer
+    from engram_graft.config import EngramConfig
+    from engram_graft.window import Window
+
+    config = EngramConfig(layer_ids=(0,), engram_vocab_size=(11, 11), n_embed_per_ngram=4, n_head_per_ngram=2)
+    memory = layer.Engram(config, 0, 60, 8, torch.device("cpu")).eval()
+    torch.nn.init.normal_(memory.value_proj.weight)
+    torch.nn.init.normal_(memory.short_conv.weight)
+    hidden, rows, past = torch.randn(1, 3, 8), torch.randint(60, (1, 3, 4)), torch.randn(1, 9, 1, 8)
+    window = Window(9, 3)
+    with torch.no_grad():
+        quick = memory(hidden, rows, window, past)
+        monkeypatch.setattr(layer, "_silent", lambda active: False)
+        slow = memory(hidden, rows, window, past)
+    assert torch.equal(quick[0], slow[0]) and torch.equal(quick[1], slow[1]) and quick[0].abs().max() > 0
