@@ -145,16 +145,12 @@ def read_mask(mask: Any, length: int, past: int, cache: Cache | None) -> tuple[T
     sees = mask[:, 0, :, first : first + length]  # (B, T, T)
     sees = sees if sees.dtype == torch.bool else sees >= 0
     causal = ~sees.triu(1).any(-1)  # (B, T)
-    valid = (sees.tril(-1) & causal[:, :, None]).any(1)
-    valid[:, -1] = sees[:, -1, -1] & causal[:, -1]
+    linked = sees.diagonal(-1, 1, 2)  # (B, T - 1): the next row sees this column
+    last = sees.diagonal(0, 1, 2) & causal  # sees itself, and below: no next row sees it, so it ends its document
+    last = torch.cat([last[:, :-1] & ~linked, last[:, -1:]], 1)
+    valid = (sees.tril(-1) & causal[:, :, None]).any(1) | last
     begins = torch.zeros_like(valid)
-    begins[:, 1:] = ~sees.diagonal(-1, 1, 2) & valid[:, 1:] & valid[:, :-1]
-    # the last token of a document is seen by no later row: it is padding only if its own row is not causal or blind to itself
-    own = sees.diagonal(0, 1, 2) & causal
-    ends = torch.zeros_like(valid)
-    ends[:, :-1] = own[:, :-1] & ~sees.diagonal(-1, 1, 2)
-    valid = valid | (ends & own)
-    begins[:, 1:] = ~sees.diagonal(-1, 1, 2) & valid[:, 1:] & valid[:, :-1]
+    begins[:, 1:] = ~linked & valid[:, 1:] & valid[:, :-1]
     return (None if bool(valid.all()) else valid), (begins.cumsum(1) if bool(begins.any()) else None)
 
 
