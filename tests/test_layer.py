@@ -268,3 +268,23 @@ def test_a_call_without_a_known_ngram_skips_the_projections_and_adds_the_same_ex
         monkeypatch.setattr(layer, "_silent", lambda active: False)
         slow = memory(hidden, rows, window, past)
     assert torch.equal(quick[0], slow[0]) and torch.equal(quick[1], slow[1]) and quick[0].abs().max() > 0
+
+
+def test_a_call_with_one_known_ngram_is_not_taken_for_silent() -> None:
+    from engram_graft.config import EngramConfig
+    from engram_graft.layer import Engram
+    from engram_graft.window import Window
+
+    memory = Engram(
+        EngramConfig(layer_ids=(0,), engram_vocab_size=(11, 11), n_embed_per_ngram=4, n_head_per_ngram=2),
+        0,
+        60,
+        8,
+        torch.device("cpu"),
+    )
+    torch.nn.init.normal_(memory.eval().value_proj.weight)
+    rows = torch.arange(12).view(1, 3, 4)
+    memory.table.seen[rows[0, 2, :2]] = True  # the 2-gram of the last position
+    with torch.no_grad():
+        out = memory(torch.randn(1, 3, 8), rows, Window(9, 3), torch.zeros(1, 9, 1, 8))[0]
+    assert not out[0, :2].any() and out[0, 2].any()
