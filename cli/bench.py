@@ -25,6 +25,8 @@ def command(
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: must be 1 or more")
     quiet()
+    import torch
+
     from engram_graft.bases import load_base
     from engram_graft.config import EngramConfig
     from engram_graft.grafted import memories
@@ -41,7 +43,7 @@ def command(
             if side != "base":
                 graft(model, tokenizer, config)
                 for memory in memories(model):  # every n-gram known, the dearest case; or none, the common one
-                    memory.table.seen.fill_(side == "graft")
+                    memory.table.touch(torch.arange(len(memory.table.weight) if side == "graft" else 0))
             for part, seconds in zip(("prefill", "step"), _time(model), strict=True):
                 times[side][part] += seconds
             if side != "base":

@@ -1,6 +1,7 @@
 """What the commands share: how options are spelled, how a model is brought up, how results are printed."""
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,14 @@ Device = Annotated[
 _DTYPE = "The base's dtype: float32, bfloat16 or float16."
 Dtype = Annotated[str | None, typer.Option(help=_DTYPE, show_default="float32")]
 RecordedDtype = Annotated[str | None, typer.Option("--dtype", help=_DTYPE, show_default="the one it was trained with")]
+
+TableTier = Annotated[
+    str | None,
+    typer.Option(help="resident: tables in memory; mmap: in files, for tables larger than memory.", show_default="resident"),
+]
+TableDir = Annotated[str | None, typer.Option(help="Directory of those files; one run at a time uses it.")]
+RANK = int(os.environ.get("RANK", "0"))  # under `accelerate launch`; the first process speaks and writes
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def parse_layers(text: str) -> list[int]:
@@ -95,21 +104,28 @@ def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, Pr
         ) from error
 
 
-def open_graft(directory: str, device: str | None, dtype: str | None = None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
+def open_graft(
+    directory: str, device: str | None, dtype: str | None = None, table_tier: str | None = None, table_dir: str | None = None
+) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
     """A graft or merged directory, loaded."""
     from engram_graft.checkpoint import load_graft
+    from engram_graft.recipe import require_tier
 
+    require_tier(table_tier or "resident", table_dir)
     place = pick_device(device)
-    model, tokenizer = load_graft(directory, dtype=dtype)
+    model, tokenizer = load_graft(directory, dtype=dtype, table_dir=table_dir)
     return model.to(place), tokenizer
 
 
 def say(text: str = "") -> None:
     """A line for the reader; on standard error, so that standard output is the result alone."""
+    if RANK:
+        return
     sys.stdout.flush()  # so that the two streams keep their order where they are one
     print(text, file=sys.stderr, flush=True)
 
 
 def emit(result: dict[str, Any]) -> None:
     """The result as JSON on standard output."""
-    print(json.dumps(result, indent=1))
+    if not RANK:
+        print(json.dumps(result, indent=1))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet
+from engram_graft.cli.common import Device, Json, RecordedDtype, TableDir, TableTier, emit, examples, open_graft, quiet
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -18,6 +18,8 @@ def command(
     prompt: Annotated[list[str], typer.Option(help="Text to continue; may be given several times.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 24,
     dtype: RecordedDtype = None,
+    table_tier: TableTier = None,
+    table_dir: TableDir = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
@@ -30,7 +32,7 @@ def command(
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: must be 1 or more")
     quiet()
-    model, tokenizer = open_graft(directory, device, dtype)
+    model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
 
     def answers() -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)]

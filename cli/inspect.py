@@ -102,8 +102,10 @@ def _graft(directory: Path) -> dict[str, Any]:
     described, config, tensors, plan = read_graft(directory)
     heads, rows = config.n_head_per_ngram, []
     for index, layer in enumerate(config.layer_ids):
-        seen, primes = tensors[f"layers.{layer}.table.seen"], plan.primes[index].tolist()
-        filled = [float(part.float().mean()) for part in torch.split(seen, primes)]
+        seen, primes = tensors[f"layers.{layer}.table.rows"], plan.primes[index].tolist()
+        starts = torch.searchsorted(seen, torch.tensor([0, *plan.primes[index].cumsum().tolist()]))
+        counts = starts.diff().tolist()
+        filled = [count / prime for count, prime in zip(counts, primes, strict=True)]
         for order in range(2, config.max_ngram_size + 1):
             shares = filled[(order - 2) * heads : (order - 1) * heads]
             rows.append(
@@ -111,9 +113,7 @@ def _graft(directory: Path) -> dict[str, Any]:
                     "layer": layer,
                     "order": order,
                     "rows": sum(primes[(order - 2) * heads : (order - 1) * heads]),
-                    "seen_rows": round(
-                        sum(s * p for s, p in zip(shares, primes[(order - 2) * heads : (order - 1) * heads], strict=True))
-                    ),
+                    "seen_rows": sum(counts[(order - 2) * heads : (order - 1) * heads]),
                     "coverage_min": min(shares),
                     "coverage_max": max(shares),
                     "false_positives": float(torch.tensor(shares, dtype=torch.float64).prod()),
@@ -124,6 +124,7 @@ def _graft(directory: Path) -> dict[str, Any]:
         "base": described["base"]["name"],
         "merged": described["merged"],
         **_vocabulary(described["tokenizer"]["ids"], described["tokenizer"]["compressed"]),
-        "parameters": sum(t.numel() for name, t in tensors.items() if t.is_floating_point()),
+        "parameters": sum(plan.table_rows) * config.head_dim
+        + sum(t.numel() for name, t in tensors.items() if t.is_floating_point() and not name.endswith("table.values")),
         "layers": rows,
     }

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet, say
+from engram_graft.cli.common import Device, Json, RecordedDtype, TableDir, TableTier, emit, examples, open_graft, quiet, say
 from engram_graft.errors import UserError
 
 HELP_END = examples(
@@ -28,6 +28,8 @@ def command(
     ] = None,
     show_examples: Annotated[int, typer.Option("--examples", help="Answers to show side by side.")] = 3,
     dtype: RecordedDtype = None,
+    table_tier: TableTier = None,
+    table_dir: TableDir = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
@@ -44,7 +46,7 @@ def command(
         options, batch_size=options.batch_size if batch_size is None else batch_size, examples=show_examples
     )
     facts = load_data(data) if data else trained_on(directory)
-    model, tokenizer = open_graft(directory, device, dtype)
+    model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
     report = probe_into(model, tokenizer, facts, options, Path(directory), Path(output or directory), {})
     if json:
         emit(report)

@@ -1,11 +1,27 @@
 """`engram-graft train`: check identity, train memory and LoRA, check decoding, probe, save; optionally export."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, parse_layers, pick_device, quiet, say
+from engram_graft.cli.common import (
+    PROCESSES,
+    RANK,
+    Device,
+    Dtype,
+    Json,
+    TableDir,
+    TableTier,
+    base_with_lora,
+    emit,
+    examples,
+    parse_layers,
+    pick_device,
+    quiet,
+    say,
+)
 from engram_graft.errors import PromiseError, UserError
 
 if TYPE_CHECKING:
@@ -15,6 +31,7 @@ HELP_END = examples(
     "engram-graft train --base smollm2 --data facts.jsonl --layers 2,6 --output runs/mine",
     "engram-graft train --recipe recipes/smollm2-facts.yaml --set train.max_steps=40",
     "engram-graft train --base Qwen/Qwen3-0.6B --data notes/ --layers 2,6 --lora-rank 0 --output runs/notes",
+    "engram-graft train --output runs/mine --resume",
 )
 
 
@@ -36,6 +53,15 @@ def command(
     lora_rank: Annotated[int | None, typer.Option(help="0 trains the memory alone.", show_default="8")] = None,
     dtype: Dtype = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory.", show_default="0")] = None,
+    save_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps between checkpoints that are kept; 0: none.", show_default="50, until the run is done"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --output, bit for bit; start it if it has not.")
+    ] = False,
+    table_tier: TableTier = None,
+    table_dir: TableDir = None,
     merged: Annotated[str | None, typer.Option(help="Also export a merged model to this directory.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="Any other option of a recipe, e.g. train.max_grad_norm=0.5.")
@@ -60,19 +86,53 @@ def command(
         "train.learning_rate": learning_rate,
         "lora.rank": lora_rank,
         "dtype": dtype,
+        "train.save_steps": save_steps,
+        "table_tier": table_tier,
+        "table_dir": table_dir,
         "train.seed": seed,
         "engram.seed": seed,
         "merged": merged,
     }
     overrides = {name: value for name, value in flags.items() if value is not None}
     overrides |= dict(parse_setting(text) for text in setting or ())
-    plan = load_recipe(recipe, overrides)
-    result = run(plan, device, probe, quietly=json)
+    plan = _resumed(recipe, overrides) if resume else load_recipe(recipe, overrides)
+    result = run(plan, device, probe, quietly=json, resume=resume)
     if json:
         emit(result)
 
 
-def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly: bool = False) -> dict[str, Any]:
+def _resumed(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
+    """The recipe that the run in the output directory began with; what is given beside it has to agree."""
+    from engram_graft.files import CONFIG_FILE
+    from engram_graft.recipe import load_recipe
+
+    asked = load_recipe(recipe, overrides)
+    if asked.output is None:
+        raise UserError("--resume: which run? give its --output")
+    began = Path(asked.output) / "recipe.yaml"
+    if (Path(asked.output) / CONFIG_FILE).is_file():
+        raise UserError(
+            f"--resume: {asked.output} is trained to its end; next: engram-graft probe {asked.output}, or train into another directory"
+        )
+    if not began.is_file():
+        return asked  # it was stopped before it began
+    if recipe is None and overrides.keys() <= {"output"}:
+        return load_recipe(began, {"output": asked.output})
+    stored, given = load_recipe(began).to_dict(), asked.to_dict()
+    for section in ("engram", "lora", "train", "probe"):
+        for options in (stored, given):
+            options |= {f"{section}.{name}": value for name, value in options.pop(section).items()}
+    if other := [name for name in stored if stored[name] != given[name]]:
+        raise UserError(
+            f"--resume: {asked.output} began with {other[0]}={stored[other[0]]!r}, not {given[other[0]]!r}; a resumed run keeps its "
+            "options: give --output alone"
+        )
+    return asked
+
+
+def run(
+    recipe: "Recipe", device: str | None = None, probe: bool = True, quietly: bool = False, resume: bool = False
+) -> dict[str, Any]:
     """The whole of a training run; returns what it measured. Every input is checked before the first second is spent."""
     if recipe.output is None:
         raise UserError("no output directory: pass --output, e.g. --output runs/mine, or set output in the recipe")
@@ -87,7 +147,8 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         require_free(recipe.merged)
         if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
             raise UserError(f"merged={recipe.merged}: is the output directory; the merged model needs one of its own")
-    with new_directory(recipe.output) as output:
+    ours = RANK > 0 or (resume and (Path(recipe.output) / "recipe.yaml").is_file())
+    with contextlib.nullcontext(Path(recipe.output)) if ours else new_directory(recipe.output) as output:
         import engram_graft as eg
         from engram_graft.verify import verify_decoding
 
@@ -96,19 +157,24 @@ def run(recipe: "Recipe", device: str | None = None, probe: bool = True, quietly
         pick_device(device)
         say(f"base      {recipe.base} in {recipe.dtype}, from {recipe.data} {_amount(data)}")
         model, tokenizer = base_with_lora(recipe, device)
-        eg.graft(model, tokenizer, recipe.engram)
+        table_dir = None if recipe.table_dir is None else Path(recipe.table_dir) / (f"rank{RANK}" if PROCESSES > 1 else "")
+        eg.graft(model, tokenizer, recipe.engram, table_dir)
         memory, lora = _sizes(model)
         say(
             f"graft     layers {list(recipe.engram.layer_ids)}, {memory / 1e6:.1f} M memory and {lora / 1e6:.2f} M LoRA parameters"
         )
         say("check     comparing every logit of the fresh graft with the base's, then training")
-        result = eg.train(model, tokenizer, recipe, data)
+        result = eg.train(model, tokenizer, recipe, data, resume=resume)
         identity = result["identity"]
         say(f"identity  {identity['logits']:,} logits were equal to the base's, bit for bit, before training")
+        if result["resumed_from"] is not None:
+            say(f"resumed   from the checkpoint of step {result['resumed_from']}")
         say(
             f"trained   {result['steps']} steps in {result['seconds']:.0f} s, {result['rows_touched']:,} rows touched, "
             f"{result['tokens_per_second']:.0f} tokens/s"
         )
+    if RANK:
+        return result
     # the graft is whole by now: nothing that fails from here on takes it away
     decoding = verify_decoding(model, tokenizer)
     if not decoding["ok"]:

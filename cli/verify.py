@@ -6,7 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, base_with_lora, emit, examples, open_graft, parse_layers, quiet
+from engram_graft.cli.common import (
+    Device,
+    Dtype,
+    Json,
+    TableDir,
+    TableTier,
+    base_with_lora,
+    emit,
+    examples,
+    open_graft,
+    parse_layers,
+    quiet,
+)
 from engram_graft.errors import PromiseError, UserError
 
 HELP_END = examples("engram-graft verify --base smollm2 --layers 2,6", "engram-graft verify runs/demo")
@@ -18,18 +30,23 @@ def command(
     layers: Annotated[str, typer.Option(help="Layers of the fresh graft, counted from 0.")] = "2,6",
     lora_rank: Annotated[int, typer.Option(help="Of LoRA beside the fresh graft; 0 for none.")] = 8,
     dtype: Dtype = None,
+    table_tier: TableTier = None,
+    table_dir: TableDir = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
     """Check a fresh graft for identity (every logit, bit for bit), or a trained one for answering the same however it is run."""
+    from engram_graft.recipe import require_tier
+
     if (directory is None) == (base is None):
         raise UserError("give either a graft directory or --base, e.g. engram-graft verify --base smollm2 --layers 2,6")
+    require_tier(table_tier or "resident", table_dir)
     quiet()
     if base is not None:
-        report = _fresh(base, layers, lora_rank, dtype, device, quietly=json)
+        report = _fresh(base, layers, lora_rank, dtype, table_dir, device, quietly=json)
     else:
         assert directory is not None
-        report = _trained(directory, dtype, device, quietly=json)
+        report = _trained(directory, dtype, table_dir, device, quietly=json)
     if json:
         emit(report)
     if not report["ok"]:
@@ -46,7 +63,9 @@ def _skipped(text: str, quietly: bool) -> None:
         print(f"--    not checked: {text}", flush=True)
 
 
-def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
+def _fresh(
+    base: str, layers: str, lora_rank: int, dtype: str | None, table_dir: str | None, device: str | None, quietly: bool
+) -> dict[str, Any]:
     import engram_graft as eg
     from engram_graft.recipe import load_recipe
 
@@ -58,7 +77,7 @@ def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: st
     }
     recipe = load_recipe(None, overrides)
     model, tokenizer = base_with_lora(recipe, device)
-    eg.graft(model, tokenizer, recipe.engram)
+    eg.graft(model, tokenizer, recipe.engram, table_dir)
     report = eg.verify_identity(model, tokenizer)
     for check in report["checks"]:
         where = f"{check['check']}, {check['mode']} mode, base in {check['dtype']}"
@@ -79,10 +98,10 @@ def _fresh(base: str, layers: str, lora_rank: int, dtype: str | None, device: st
     return {"ok": True, "identity": report}
 
 
-def _trained(directory: str, dtype: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
+def _trained(directory: str, dtype: str | None, table_dir: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
     from engram_graft.verify import verify_decoding
 
-    model, tokenizer = open_graft(directory, device, dtype)
+    model, tokenizer = open_graft(directory, device, dtype, "mmap" if table_dir else None, table_dir)
     report: dict[str, Any] = {"decoding": verify_decoding(model, tokenizer)}
     ok = report["decoding"].pop("ok")
     for way, entry in report["decoding"].items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engram_graft.export import export_merged
     from engram_graft.grafted import disable_graft, trainable_parameters
     from engram_graft.hooks import graft, ungraft
-    from engram_graft.trainer import train
+    from engram_graft.run import train
     from engram_graft.verify import verify_identity
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _HOME = {
     "graft": "hooks",
     "load_graft": "checkpoint",
     "save_graft": "checkpoint",
-    "train": "trainer",
+    "train": "run",
     "trainable_parameters": "grafted",
     "ungraft": "hooks",
     "verify_identity": "verify",

@@ -5,7 +5,7 @@ tokenizer and the base refuse the wrong ones.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from engram_graft.files import (
     ADAPTER_FILE,
     CONFIG_FILE,
     TENSOR_FILE,
+    canonical_name,
     describe,
     file_hash,
     memory_tensors,
@@ -38,6 +39,7 @@ from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import embedding_weight, locate
 from engram_graft.output import all_or_nothing
 from engram_graft.params import adapter_names, is_memory
+from engram_graft.storage import Mapped, Resident
 
 
 def save_graft(model: nn.Module, directory: str | Path) -> None:
@@ -74,6 +76,7 @@ def load_graft(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str | None = None,
     trainable: bool = False,
+    table_dir: str | Path | None = None,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a graft directory, or a merged one, onto its base. The base is frozen; the memory too unless `trainable`.
 
@@ -82,6 +85,8 @@ def load_graft(
         base: a name for `load_base`, or a loaded model (with its `tokenizer`); by default the base the graft names.
         dtype: of the base when it is loaded here; by default the one it was trained with.
         trainable: whether adapters and memory can go on training.
+        table_dir: keep the tables in files of this directory, for tables larger than memory. Filled at the first load; loads of the
+            same graft use them again.
 
     Returns:
         The model in eval mode (a PeftModel if there are adapters) and the tokenizer.
@@ -117,7 +122,12 @@ def load_graft(
     require_bare(model)
     if ADAPTER_FILE in described["files"]:
         model = _with_adapter(model, directory, trainable)
-    restore(model, config, plan, token_map, tensors, trainable)
+    storage = Resident()
+    if table_dir is not None:
+        files = [described["files"][name] for name in sorted(described["files"]) if name not in (ADAPTER_FILE, ADAPTER_CONFIG)]
+        storage = Mapped(table_dir, None if trainable else " ".join(files))
+    restore(model, config, plan, token_map, tensors, trainable, storage)
+    storage.settle()
     return model.eval(), tokenizer
 
 
@@ -167,9 +177,10 @@ def restore(
     token_map: TokenMap,
     tensors: Mapping[str, Tensor],
     trainable: bool,
+    storage: Resident | None = None,
 ) -> None:
     """Attach a memory to `model` and give it these tensors. Strict: every tensor is there, none is over, shapes and dtypes are equal."""
-    attach(locate(model), config, plan, token_map)
+    attach(locate(model), config, plan, token_map, storage or Resident())
     try:
         fill(model, tensors)
     except UserError:
@@ -183,15 +194,26 @@ def restore(
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give the memory of `model` these tensors (canonical names). Raises `UserError` that names each key that does not fit."""
-    own = memory_tensors(model)
-    faults = [f"missing {name}" for name in own if name not in tensors] + [
-        f"unexpected {name}" for name in tensors if name not in own
-    ]
-    for name in own.keys() & tensors.keys():
-        have, want = tensors[name], own[name]
+    tables = {f"layers.{memory.layer_id}.table": memory.table for memory in memories(model)}
+    parts = {canonical_name(name): tensor for name, tensor in _named_tensors(model) if is_memory(name)}
+    dense = {name: tensor for name, tensor in parts.items() if name.rpartition(".")[0] not in tables}
+    own = dense.keys() | {f"{name}.{leaf}" for name in tables for leaf in ("rows", "values")}
+    faults = [f"missing {name}" for name in own - tensors.keys()] + [f"unexpected {name}" for name in tensors.keys() - own]
+    for name in dense.keys() & tensors.keys():
+        have, want = tensors[name], dense[name]
         if have.shape != want.shape or have.dtype != want.dtype:
             faults.append(f"{name} is {have.dtype} {list(have.shape)}, not {want.dtype} {list(want.shape)}")
     if faults:
         raise UserError(f"the graft's tensors do not fit its config: {'; '.join(sorted(faults))}")
-    for name, tensor in own.items():
+    for name, table in tables.items():
+        try:
+            table.load_rows(tensors[f"{name}.rows"], tensors[f"{name}.values"])
+        except UserError as error:
+            raise UserError(f"the graft's tensors do not fit its config: {name}: {error}") from error
+    for name, tensor in dense.items():
         tensor.copy_(tensors[name])
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -18,7 +18,7 @@ from engram_graft.hashing import HashPlan
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
 
-FORMAT = 1
+FORMAT = 2
 CONFIG_FILE, TENSOR_FILE = "engram_config.json", "engram.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _INTEGERS = ("lookup", "multipliers", "primes", "offsets", "pad")
@@ -84,7 +84,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         if described["format"] != FORMAT:
-            raise UserError(f"{path}: format {described['format']!r}, this version reads {FORMAT}; update engram-graft")
+            raise UserError(
+                f"{path}: format {described['format']!r}, this version reads {FORMAT}; use the version of engram-graft that wrote it"
+            )
         for section, keys in {
             "tokenizer": {"fingerprint", "ids", "compressed"},
             "base": {"name", "dtype", "fingerprint"},
@@ -137,10 +139,10 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
     plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
     for layer_id, rows in zip(config.layer_ids, plan.table_rows, strict=True):
-        names = [f"layers.{layer_id}.table.{leaf}" for leaf in ("weight", "seen")]
+        names = [f"layers.{layer_id}.table.{leaf}" for leaf in ("rows", "values")]
         if missing := [name for name in names if name not in tensors]:
             raise UserError(f"{directory}: the graft's tensors do not fit its config: missing {', '.join(missing)}")
-        table = tensors[names[0]]
-        if table.shape[0] != rows or tensors[names[1]].shape[0] != rows:
-            raise UserError(f"{directory}: layers.{layer_id}.table.weight has {table.shape[0]} rows, its primes add up to {rows}")
+        ids = tensors[names[0]]
+        if ids.numel() and not 0 <= int(ids.flatten()[-1]) < rows:
+            raise UserError(f"{directory}: {names[0]} goes up to {int(ids.flatten()[-1])}, its primes add up to {rows} rows")
     return plan

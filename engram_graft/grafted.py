@@ -18,6 +18,7 @@ from engram_graft.hashing import HashPlan, NgramHash
 from engram_graft.layer import Engram
 from engram_graft.locate import locate
 from engram_graft.params import adapter_names, is_memory
+from engram_graft.table import EngramTable
 
 _switch = threading.Lock()
 
@@ -33,6 +34,7 @@ class Graft(NgramHash):
         self.explicit_ids: Tensor | None = None  # see the context manager of this name
         self.decoder_parameters: tuple[str, ...] = ()
         self.was_trainable: list[str] = []  # parameters of the base that were trainable before
+        self.mapped_tables: list[EngramTable] = []  # those in files: rows are read ahead of their layers
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
 
 

@@ -7,6 +7,7 @@ after a deepcopy the copy uses its own. They sit on the decoder and its layers, 
 
 import inspect
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from engram_graft.hashing import HashPlan, plan_hashes
 from engram_graft.layer import Engram
 from engram_graft.locate import Located, dry_run, embedding_weight, locate
 from engram_graft.params import adapter_names, base_name
+from engram_graft.storage import Mapped, Resident
 
 _KEYWORD = "engram_context"  # how the decoder's hook hands a call's context to the layers' hooks
 _OFF = object()  # in place of a context: the memory is switched off for this call
@@ -30,7 +32,12 @@ _PAGED = ("generate_batch", "init_continuous_batching")  # methods of the base t
 _calls = threading.local()  # contexts of running calls, for decoders that hand no keywords on
 
 
-def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramConfig | None = None) -> nn.Module:
+def graft(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    config: EngramConfig | None = None,
+    table_dir: str | Path | None = None,
+) -> nn.Module:
     """Attach a fresh memory to `model`, in place, and freeze the base. Not one bit of any logit changes.
 
     Any causal language model of transformers will do, bare or with PEFT adapters, which stay trainable.
@@ -39,12 +46,14 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
         model: from `AutoModelForCausalLM.from_pretrained` or `get_peft_model`.
         tokenizer: the base's; its vocabulary decides the addresses.
         config: what to attach, `EngramConfig()` by default.
+        table_dir: keep the tables, and their optimizer state, in files of this directory, for tables larger than memory; the results
+            are the same bit for bit. By default they are in memory.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: the model is grafted already, has no such layer, or is no causal language model.
+        UserError: the model is grafted already, has no such layer, or is no causal language model; the tables do not fit.
 
     Source: arXiv 2601.07372; what differs is the frozen base and the zero initialisation.
     """
@@ -60,12 +69,13 @@ def graft(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: EngramCo
     pad_id = next(pad for pad in pads if pad is not None)
     if pad_id >= len(lookup):
         raise UserError(f"pad_id={pad_id}: the tokenizer and the model know ids 0 to {len(lookup) - 1}")
-    attach(located, config, plan_hashes(config, lookup, token_map.size, pad_id), token_map)
+    storage = Resident() if table_dir is None else Mapped(table_dir)
+    attach(located, config, plan_hashes(config, lookup, token_map.size, pad_id), token_map, storage)
     return model
 
 
-def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap) -> Graft:
-    """Attach a memory whose integers are known: what `graft` and `load_graft` share."""
+def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap, storage: Resident) -> Graft:
+    """Attach a memory whose integers are known, its tables in `storage`: what `graft` and `load_graft` share."""
     require_bare(located.base)
     for options in getattr(located.base, "peft_config", {}).values():
         if getattr(options, "bias", "none") != "none":
@@ -84,7 +94,8 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
         layer = located.layers[layer_id]
         # of a layer that accelerate keeps on disk, only the hook knows where it runs
         device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None) or next(layer.parameters()).device
-        memories.append(Engram(config, index, plan.table_rows[index], stream.width, torch.device(device)).train(layer.training))
+        memory = Engram(config, index, plan.table_rows[index], stream.width, torch.device(device), storage)
+        memories.append(memory.train(layer.training))
     # all of it is made by now: what follows cannot fail half way
     adapters = adapter_names(located.base)
     for name, parameter in located.base.named_parameters():
@@ -99,6 +110,7 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
         hooks.append(located.decoder.register_forward_hook(_decoder_post_hook, always_call=True))
     hooks += [layer.register_forward_pre_hook(_layer_pre_hook, with_kwargs=True) for layer in located.layers]
     ngram_hash.handles = hooks
+    ngram_hash.mapped_tables = [memory.table for memory in memories] if storage.on_disk else []
     for name in _PAGED:
         setattr(located.base, name, _refuse_paged)
     return ngram_hash
@@ -136,6 +148,9 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         given = dict(zip(ngram_hash.decoder_parameters, args, strict=False)) | kwargs
         context = build_context(ngram_hash, given, ngram_hash.owner, caching, ngram_hash.explicit_ids)
         kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
+        for index, table in enumerate(ngram_hash.mapped_tables):
+            if not table.training:  # the trainer reads a batch's rows earlier
+                table.prefetch(context.rows[:, :, index])
     if ngram_hash.keywords:
         kwargs[_KEYWORD] = context
     else:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engram_graft.config import EngramConfig
+from engram_graft.hashing import LAYER_SEED_STRIDE
+from engram_graft.storage import Resident
 from engram_graft.table import EngramTable
 from engram_graft.window import Window
 
@@ -77,15 +79,35 @@ class Engram(nn.Module):
         table_rows: rows of this layer's table, from `HashPlan.table_rows`.
         width: D, channels of one residual stream.
         device: where the parameters are made.
+        storage: where the table lives; in memory by default.
     """
 
-    def __init__(self, config: EngramConfig, index: int, table_rows: int, width: int, device: torch.device):
+    def __init__(
+        self,
+        config: EngramConfig,
+        index: int,
+        table_rows: int,
+        width: int,
+        device: torch.device,
+        storage: Resident | None = None,
+    ):
         super().__init__()
         dtype: torch.dtype = getattr(torch, config.dtype)
         embed = config.orders * config.n_embed_per_ngram
         streams = config.hc_mult
         self.config, self.index, self.layer_id = config, index, config.layer_ids[index]
-        self.table = EngramTable(table_rows, config.head_dim, config.n_head_per_ngram, config.seen_filter, dtype, device)
+        seed = config.seed * LAYER_SEED_STRIDE + self.layer_id if config.zero_init == "value" else None
+        self.table = EngramTable(
+            table_rows,
+            config.head_dim,
+            config.n_head_per_ngram,
+            config.seen_filter,
+            dtype,
+            device,
+            seed,
+            storage,
+            f"layer{self.layer_id}",
+        )
         self.key_proj = Projection(embed, streams * width, config.bias, dtype, device)
         self.value_proj = Projection(embed, width, config.bias, dtype, device)
         self.key_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
@@ -95,25 +117,24 @@ class Engram(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initial values, a function of the seed and the layer alone. One factor is zero, so the memory adds exactly 0.
+        """Initial values, a function of the seed and the layer alone. One factor is zero, so the memory adds exactly 0. (Rows get
+        theirs when they are first looked up.)
 
         `zero_init="value"`: value projection and convolution are zero. The convolution has to be too: its input is normed, so
         after one step a random one would outweigh the value branch many times. `zero_init="table"`: the rows are zero.
         """
-        generator = torch.Generator().manual_seed(self.config.seed * 10007 + self.layer_id)
+        generator = torch.Generator().manual_seed(self.config.seed * LAYER_SEED_STRIDE + self.layer_id)
 
-        def fill(parameter: Tensor, draw: str, *bounds: float) -> None:
+        def fill(parameter: Tensor) -> None:
+            bound = 1 / math.sqrt(parameter.shape[1])
             value = torch.empty(parameter.shape, dtype=torch.float32)  # float32 on the CPU: equal on every device and dtype
-            parameter.copy_(getattr(value, draw)(*bounds, generator=generator))
+            parameter.copy_(value.uniform_(-bound, bound, generator=generator))
 
-        bound = 1 / math.sqrt(self.key_proj.weight.shape[1])
-        fill(self.key_proj.weight, "uniform_", -bound, bound)
+        fill(self.key_proj.weight)
         if self.config.zero_init == "value":
             nn.init.zeros_(self.value_proj.weight)
-            fill(self.table.weight, "normal_", 0.0, 1.0)
         else:
-            fill(self.value_proj.weight, "uniform_", -bound, bound)
-            nn.init.zeros_(self.table.weight)
+            fill(self.value_proj.weight)
         if self.short_conv is not None:
             nn.init.zeros_(self.short_conv.weight)
 

@@ -11,16 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram_graft.storage import Resident
+
+_ROWS = {"rows": torch.int64, "row_step": torch.int32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
 
 class EngramAdamW(torch.optim.AdamW):
     """AdamW whose groups with `table=True` hold tables with sparse gradients.
 
-    State of a table: `position` int32 `[rows]` (-1: never touched), and for the touched rows, in order of first touch, the moments
-    `exp_avg` and `exp_avg_sq` float32 `[n, head_dim]` and `row_step` int64 `[n]`; all but `position` grow by doubling.
+    State of a table: for the `touched` rows, in order of first touch, `rows` int64 and `row_step` int32 `[n]` and the moments
+    `exp_avg` and `exp_avg_sq` float32 `[n, head_dim]`, which grow by doubling; and `position` int32 `[rows]`, where a row's lie, plus 1
+    (0: never touched). `state_dict` leaves `position` out: its size follows the rows touched.
+
+    Args:
+        storage: where the state of tables lives; in memory by default.
 
     Raises:
         ValueError: a table group asks for weight decay, which would move rows that were never looked up.
     """
+
+    def __init__(self, params: Any, *args: Any, storage: Resident | None = None, **kwargs: Any):
+        self.storage = storage or Resident()
+        super().__init__(params, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         param_group.setdefault("table", False)
@@ -56,14 +68,9 @@ class EngramAdamW(torch.optim.AdamW):
         rows, values = gradient.indices()[0], gradient.values().float()
         state = self.state[table]
         if not state:
-            state["step"] = torch.tensor(0.0)  # torch's own bookkeeping wants one; rows count theirs in row_step
-            state["position"] = torch.full(table.shape[:1], -1, dtype=torch.int32, device=table.device)
-            state["touched"] = 0
-            state["row_step"] = torch.zeros(0, dtype=torch.int64, device=table.device)
-            state["exp_avg"] = torch.zeros(0, table.shape[1], device=table.device)
-            state["exp_avg_sq"] = torch.zeros(0, table.shape[1], device=table.device)
+            self._begin(table)
         state["step"] += 1
-        at = _positions(state, rows)
+        at = self._positions(table, rows)
         beta1, beta2 = group["betas"]
         step = state["row_step"][at] + 1
         mean = state["exp_avg"][at].lerp_(values, 1 - beta1)
@@ -74,29 +81,67 @@ class EngramAdamW(torch.optim.AdamW):
         square = square / (1 - beta2**t).float()
         table[rows] = (table[rows].float() - group["lr"] * mean / (square.sqrt() + group["eps"])).to(table.dtype)
 
+    def _begin(self, table: nn.Parameter) -> None:
+        """The state of a table of which no row was touched."""
+        state = self.state[table]
+        state["step"] = torch.tensor(0.0)  # torch's own bookkeeping wants one; rows count theirs in row_step
+        state["touched"] = 0
+        state["position"] = self.storage.zeros(self._name(table, "position"), table.shape[:1], torch.int32, table.device)
+        for key, dtype in _ROWS.items():
+            shape = (0, table.shape[1]) if dtype is torch.float32 else (0,)
+            state[key] = torch.zeros(shape, dtype=dtype, device=table.device)
+
+    def _positions(self, table: nn.Parameter, rows: Tensor) -> Tensor:
+        """Where the moments of `rows` lie; rows touched for the first time get a place at the end."""
+        state = self.state[table]
+        fresh = rows[state["position"][rows] == 0]
+        start, end = state["touched"], state["touched"] + len(fresh)
+        if len(state["rows"]) < end:
+            for key in _ROWS:
+                state[key] = self.storage.grown(self._name(table, key), state[key], max(end, 2 * len(state[key])))
+        state["rows"][start:end] = fresh
+        state["position"][fresh] = torch.arange(start + 1, end + 1, dtype=torch.int32, device=rows.device)
+        state["touched"] = end
+        return state["position"][rows].long() - 1
+
+    def _name(self, table: nn.Parameter, key: str) -> str:
+        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        return f"optimizer{parameters.index(id(table))}.{key}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; a table's state is `rows`, `row_step`, `exp_avg` and `exp_avg_sq` of the rows touched."""
+        packed = super().state_dict()
+        state = {}
+        for index, entry in packed["state"].items():
+            state[index] = entry
+            if "position" in entry:
+                state[index] = {"step": entry["step"], **{key: entry[key][: entry["touched"]] for key in _ROWS}}
+        return {**packed, "state": state}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that state keeps its dtype: torch would cast step counts and float32 moments to the table's."""
+        """As torch's, except that a table's state keeps its dtypes: torch would cast step counts and float32 moments to the table's."""
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved, parameters, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+            entry = state_dict["state"].get(index, {})
+            if "rows" not in entry:
+                continue
+            self.state[parameter] = {}
+            self._begin(parameter)
+            self._positions(parameter, entry["rows"].to(parameter.device))
+            for key in _ROWS:
+                self.state[parameter][key][: len(entry["rows"])] = entry[key]
+            self.state[parameter]["step"] = entry["step"].clone()
 
-
-def _positions(state: dict[str, Any], rows: Tensor) -> Tensor:
-    """Where the moments of `rows` lie; rows touched for the first time get a place at the end."""
-    fresh = rows[state["position"][rows] < 0]
-    start = state["touched"]
-    state["touched"] = start + len(fresh)
-    state["position"][fresh] = torch.arange(start, state["touched"], dtype=torch.int32, device=rows.device)
-    for key in ("row_step", "exp_avg", "exp_avg_sq"):
-        have = state[key]
-        if len(have) < state["touched"]:
-            state[key] = have.new_zeros(max(state["touched"], 2 * len(have)), *have.shape[1:])
-            state[key][: len(have)] = have
-    return state["position"][rows].long()
+    def prefetch(self, table: nn.Parameter, rows: Tensor) -> None:
+        """Read the state of `rows`, so that it is in memory when the step comes."""
+        state = self.state.get(table)
+        if state:
+            at = state["position"][rows].long() - 1
+            at = at[(at >= 0) & (at < len(state["exp_avg"]))]
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key][at]
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

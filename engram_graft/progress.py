@@ -67,19 +67,28 @@ class Progress(TrainerCallback):
 
 
 class Metrics(TrainerCallback):
-    """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured."""
+    """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured; step,
+    eval_loss and seconds of an evaluation."""
 
     def __init__(self, path: Path, progress: Progress, table_rate_multiplier: float):
         self.path, self.progress, self.table_rate_multiplier = path, progress, table_rate_multiplier
         self.last: dict[str, Any] = {}
         self.start = time.perf_counter()
+        self.tokens_before = 0  # seen before this process went on with the run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()
-        if not state.global_step:  # not a run that goes on: what an earlier one wrote here is over
-            self.path.unlink(missing_ok=True)
+        self.tokens_before = state.num_input_tokens_seen
+        kept = []  # of a run that goes on: what its checkpoint had behind it
+        if state.global_step and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+            self.start -= json.loads(kept[-1])["seconds"] if kept else 0
+        self.path.write_text("".join(kept), encoding="utf-8")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        if logs and "eval_loss" in logs:
+            self._write({"step": state.global_step, "eval_loss": logs["eval_loss"]})
         if not logs or "loss" not in logs:
             return
         # from the optimizer's own count: telemetry must not cost what the table does
@@ -92,12 +101,15 @@ class Metrics(TrainerCallback):
             "table_rate": logs["learning_rate"] * self.table_rate_multiplier,
             "grad_norm": logs.get("grad_norm"),
             "rows_touched": touched,
-            "seconds": round(time.perf_counter() - self.start, 3),
         }
         recall = state.__dict__.pop("engram_recall", None)
         if recall is not None:
             line["recall"] = recall
         self.last = {**self.last, **line}
+        self._write(line)
+        self.progress.show(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line["seconds"] = round(time.perf_counter() - self.start, 3)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self.progress.show(line)

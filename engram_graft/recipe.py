@@ -13,6 +13,8 @@ from transformers import SchedulerType
 from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError
 
+TIERS = ("resident", "mmap")
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraOptions:
@@ -42,7 +44,10 @@ class TrainOptions:
     recall_prompts: trained prompts, evenly spread, that recall is measured on while training.
     recall_every: steps between measurements of recall while training; 0 measures none.
     stop_at_recall: end early once recall while training is this high; null trains all steps.
-    save_steps: steps between checkpoints; 0 saves at the end only.
+    save_steps: steps between checkpoints, all of which are kept; null: every 50 steps, the last one kept until the run is done, for
+        `--resume`; 0: none.
+    validation: share of a text's blocks that is held out for evaluation (`trainer: {eval_strategy: steps}`); facts are held out by
+        their split "validation".
     seed: of the data order and of LoRA's initial values; the memory has its own in `engram`.
     trainer: further TrainingArguments by name, e.g. {bf16: true, report_to: [tensorboard]}.
     """
@@ -62,7 +67,8 @@ class TrainOptions:
     recall_every: int = 10
     recall_prompts: int = 100
     stop_at_recall: float | None = None
-    save_steps: int = 0
+    save_steps: int | None = None
+    validation: float = 0.0
     seed: int = 0
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -87,6 +93,8 @@ class Recipe:
     data: facts or text; see `engram_graft.data.load_data`.
     output: the graft directory to make.
     dtype: the base's.
+    table_tier: where tables and their optimizer state are: "resident" in memory; "mmap" in files, for tables larger than memory.
+    table_dir: directory of those files.
     merged: also export a merged model to this directory; null does not.
     engram, lora, train, probe: the parts.
     """
@@ -95,6 +103,8 @@ class Recipe:
     data: str | None = None
     output: str | None = None
     dtype: str = "float32"
+    table_tier: str = "resident"
+    table_dir: str | None = None
     merged: str | None = None
     engram: EngramConfig = dataclasses.field(default_factory=EngramConfig)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
@@ -104,6 +114,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        require_tier(self.table_tier, self.table_dir)
         train, lora = self.train, self.lora
         _at_least(
             "train", train, 1, "forms", "max_steps", "batch_size", "gradient_accumulation_steps", "max_length", "recall_prompts"
@@ -122,6 +133,8 @@ class Recipe:
         for name, value in rates.items():
             if not value > 0:
                 raise UserError(f"{name}={value}: must be above 0")
+        if not 0 <= train.validation < 1:
+            raise UserError(f"train.validation={train.validation}: must be from 0 to below 1")
         if not 0 <= lora.dropout < 1:
             raise UserError(f"lora.dropout={lora.dropout}: must be from 0 to below 1")
         if train.stop_at_recall is not None and not (0 < train.stop_at_recall <= 1 and train.recall_every):
@@ -130,6 +143,17 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to `recipe.yaml`."""
         return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+
+
+def require_tier(tier: str, directory: str | None) -> None:
+    """Raise `UserError` unless tier and directory of the tables go together."""
+    if tier not in TIERS:
+        raise UserError(f"table_tier={tier!r}: must be one of {', '.join(TIERS)}")
+    if (tier == "mmap") != (directory is not None):
+        raise UserError(
+            f"table_tier={tier!r} with table_dir={directory!r}: files need a directory and nothing else does; give both "
+            "--table-tier mmap --table-dir DIR, or neither"
+        )
 
 
 def _at_least(section: str, options: Any, least: int, *names: str) -> None:

@@ -1,36 +1,37 @@
-"""Training a graft on the Hugging Face Trainer: what row-sparse gradients need there, and `train`, which runs a recipe."""
+"""Training a graft on the Hugging Face Trainer: what row-sparse gradients, several processes and bit-exact resuming need there."""
 
-import json
-import tempfile
-import time
-from collections.abc import Sequence
+import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-import yaml
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from engram_graft.checkpoint import fill, save_graft
-from engram_graft.data import Data, load_data
-from engram_graft.encode import Collator, encode_facts, encode_texts
 from engram_graft.errors import UserError
+from engram_graft.exchange import exchange_rows
 from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
-from engram_graft.grafted import memories, trainable_parameters
-from engram_graft.locate import unwrap
+from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.optim import EngramAdamW, clip_grad_norm
-from engram_graft.output import all_or_nothing
 from engram_graft.params import adapter_names
-from engram_graft.progress import Metrics, Progress, RecallProbe
-from engram_graft.recipe import Recipe, TrainOptions
-from engram_graft.scoring import keeps_logits
-from engram_graft.verify import verify_identity
+from engram_graft.read_ahead import read_ahead
+from engram_graft.training_state import OPTIMIZER_FILE, load_optimizer, save_optimizer, written_beside
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
 
 
-class EngramTrainer(Trainer):
-    """transformers' Trainer for a grafted model: tables keep sparse gradients, get their own rate and no decay, and are clipped.
+class EngramTrainerMixin(_Base):
+    """What a grafted model needs of a transformers Trainer: its own groups and rates, a clip that knows rows, rows exchanged between
+    processes, checkpoints that are whole and resume bit for bit.
+
+    Goes before any Trainer: `class EngramSFTTrainer(EngramTrainerMixin, trl.SFTTrainer)`.
 
     Args:
         table_rate_multiplier: the tables' learning rate over `args.learning_rate`; both follow the schedule.
@@ -44,10 +45,18 @@ class EngramTrainer(Trainer):
     ) -> None:
         self.table_rate_multiplier = table_rate_multiplier
         self.lora_learning_rate = lora_learning_rate
+        self._scratch: Path | None = None  # where a checkpoint is being written
         super().__init__(*args, **kwargs)
-        if self.args.world_size > 1:
-            raise UserError(f"{self.args.world_size} processes: rows are not exchanged between processes yet; start one")
         self.args._n_gpu = min(self.args.n_gpu, 1)  # DataParallel's replicas would forget which rows they saw
+        tables = [memory.table for memory in memories(self._model)]
+        if tables[0].storage.on_disk:
+            self.data_collator: Any = Prefetching(self.data_collator, self)
+        if dist.is_available() and dist.is_initialized():
+            # rows are exchanged by us: DDP would send whole tables
+            ours = {id(tensor) for table in tables for tensor in (table.weight, table.seen)}
+            named = [*self._model.named_parameters(), *self._model.named_buffers()]
+            names = [name for name, tensor in named if id(tensor) in ours]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._model, names)
 
     @property
     def _model(self) -> nn.Module:
@@ -56,16 +65,18 @@ class EngramTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            if memories(self._model)[0].key_norm.dtype == torch.float16:
+            table = memories(self._model)[0].table
+            if table.weight.dtype == torch.float16:
                 raise UserError(
                     "a float16 memory cannot be trained (Adam's eps is 0 there): use dtype float32 or bfloat16 for it"
                 )
-            self.optimizer = EngramAdamW(
+            self.optimizer: Any = EngramAdamW(
                 self.parameter_groups(model or self._model),
                 lr=self.args.learning_rate,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
                 weight_decay=0.0,
+                storage=table.storage,
             )
         return self.optimizer
 
@@ -100,9 +111,46 @@ class EngramTrainer(Trainer):
         self.accelerator.unscale_gradients()
         return clip_grad_norm(parameters, max_norm)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if dist.is_available() and dist.is_initialized() and self.accelerator.sync_gradients:
+            exchange_rows([memory.table for memory in memories(self._model)])
+        return loss
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._scratch or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with written_beside(run / name, self.accelerator.wait_for_everyone, self.args.should_save) as self._scratch:
+            try:
+                super()._save_checkpoint(model, trial)
+                best = self.state.best_model_checkpoint
+                if best is not None and Path(best).parent == self._scratch:  # the Trainer noted where it wrote it
+                    self.state.best_model_checkpoint = str(run / name)
+                    if self.args.should_save:
+                        self.state.save_to_json(str(self._scratch / name / TRAINER_STATE_NAME))
+            finally:
+                self._scratch = None
+        if self.args.should_save:
+            rotate_checkpoints(str(run), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
             save_graft(self._model, output_dir or str(self.args.output_dir))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            assert self.optimizer is not None and self.lr_scheduler is not None
+            save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_FILE)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            assert self.optimizer is not None and self.lr_scheduler is not None
+            load_optimizer(self.optimizer, Path(checkpoint) / OPTIMIZER_FILE)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = model or self._model
@@ -115,117 +163,24 @@ class EngramTrainer(Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
-def train(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    data: Data | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> dict[str, Any]:
-    """Train the memory of a grafted model, and its PEFT adapters if it has any; the base stays frozen.
-
-    A fresh graft is first checked to be the identity. With `recipe.output` the directory gets recipe.yaml, identity.json,
-    metrics.jsonl and the graft itself; without, nothing is written.
-
-    Args:
-        recipe: its `data` and `train` sections decide; `engram` and `lora` describe a model made before.
-        data: what to train on, if it is not to be read from `recipe.data`.
-        callbacks: further transformers callbacks.
-
-    Returns:
-        {"steps", "seconds", "loss" (last), "tokens_per_second", "rows_touched", "recall" (last measured, or None), "identity"}.
-
-    Raises:
-        UserError: no memory, no data, or a bad TrainingArguments name in `train.trainer`.
-        PromiseError: the fresh graft is not the identity; nothing was trained.
-    """
-    options = recipe.train
-    if data is None:
-        if recipe.data is None:
-            raise UserError("no training data: set data to a file of facts or text (--data)")
-        data = load_data(recipe.data)
-    data = data.with_forms(options.forms)
-    if data.facts:
-        examples = encode_facts([fact for fact in data.facts if fact.split == "train"], tokenizer, options.max_length)
-    else:
-        examples = encode_texts(data.texts, tokenizer, options.block_size)
-    if not len(examples):
-        raise UserError('no fact has split "train": nothing to learn from')
-    fresh = not any(bool(memory.table.seen.any()) for memory in memories(model))
-    identity = verify_identity(model, tokenizer) if fresh else None
-    trainable_parameters(model)
-
-    questions = [(prompt, fact.answer) for fact in data.facts if fact.split == "train" for prompt in fact.prompts]
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(recipe.output or scratch)
-        if recipe.output:
-            with all_or_nothing(output) as files:
-                (files / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False), encoding="utf-8")
-                if identity is not None:
-                    (files / "identity.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
-        recall = RecallProbe(tokenizer, questions, options) if questions and options.recall_every else None
-        progress = Progress(options.max_steps)
-        metrics = Metrics(output / "metrics.jsonl", progress, options.table_rate_multiplier)
-        trainer = EngramTrainer(
-            model=model,
-            args=_arguments(options, output, model),
-            train_dataset=examples,
-            data_collator=Collator(tokenizer.pad_token_id or 0, trim=keeps_logits(model)),
-            callbacks=[*([recall] if recall else []), metrics, progress, *callbacks],
-            table_rate_multiplier=options.table_rate_multiplier,
-            lora_learning_rate=recipe.lora.learning_rate,
-        )
-        for default in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
-            trainer.remove_callback(default)
-        start = time.perf_counter()
-        with progress:
-            trainer.train()
-        seconds = time.perf_counter() - start
-        if recipe.output:
-            save_graft(model, output)
-    model.eval()
-    return {
-        "steps": trainer.state.global_step,
-        "seconds": seconds,
-        "loss": metrics.last.get("loss"),
-        "tokens_per_second": trainer.state.num_input_tokens_seen / max(seconds - (recall.seconds if recall else 0), 1e-9),
-        "rows_touched": rows_touched(model),
-        "recall": metrics.last.get("recall"),
-        "identity": identity,
-    }
+class EngramTrainer(EngramTrainerMixin, Trainer):
+    """transformers' Trainer for a grafted model; see `EngramTrainerMixin`."""
 
 
-def rows_touched(model: nn.Module) -> int:
-    """Rows of all tables that training has looked up so far."""
-    return sum(int(memory.table.seen.sum()) for memory in memories(model))
+class Prefetching:
+    """A data collator that starts reading the rows of its batch, one batch before the batch is trained."""
 
+    def __init__(self, collate: Any, trainer: EngramTrainerMixin):
+        self.collate, self.trainer = collate, trainer
+        self.plan = find_graft(trainer._model).plan
 
-def _arguments(options: TrainOptions, output: Path, model: nn.Module) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(output),
-        "max_steps": options.max_steps,
-        "per_device_train_batch_size": options.batch_size,
-        "gradient_accumulation_steps": options.gradient_accumulation_steps,
-        "learning_rate": options.learning_rate,
-        "weight_decay": options.weight_decay,
-        "lr_scheduler_type": options.lr_scheduler_type,
-        "warmup_steps": options.warmup_steps,
-        "max_grad_norm": options.max_grad_norm,
-        "seed": options.seed,
-        "logging_steps": 1,
-        "save_strategy": "steps" if options.save_steps else "no",
-        "save_steps": options.save_steps or 500,
-        "report_to": "none",
-        "include_num_input_tokens_seen": "non_padding",
-        "remove_unused_columns": False,
-        "label_names": ["labels"],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": unwrap(model).device.type == "cuda",
-        "use_cpu": unwrap(model).device.type == "cpu",
-    }
-    if owned := sorted(((settings.keys() | {"optim", "optim_args"}) - {"report_to"}) & options.trainer.keys()):
-        raise UserError(f"train.trainer sets {', '.join(owned)}: those are set by the train section's own options")
-    try:
-        return TrainingArguments(**settings | options.trainer)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"training options: transformers' TrainingArguments refuses them ({error})") from error
+    def __call__(self, examples: Any) -> Any:
+        batch = self.collate(examples)
+        rows = torch.from_numpy(self.plan.rows(batch["input_ids"].cpu().numpy()))  # (B, T, L, heads)
+        for memory in memories(self.trainer._model):
+            of_layer = rows[:, :, memory.index].reshape(-1)
+            memory.table.prefetch(of_layer)
+            if self.trainer.optimizer is not None:
+                optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
+                read_ahead(functools.partial(optimizer.prefetch, memory.table.weight), of_layer)
+        return batch

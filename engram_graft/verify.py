@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from engram_graft.config import DTYPES
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.grafted import disable_graft, memories
+from engram_graft.layer import Engram
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.params import adapter_names, is_memory
@@ -59,7 +60,8 @@ def verify_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtypes
                     f"a copy needs {need / 2**30:.1f} GiB; pass dtypes=[{dtype!r}] to check it all the same"
                 )
                 continue
-            subject = _base_cast(copy.deepcopy(model), getattr(torch, dtype))
+            shared = {id(memory.table): memory.table for memory in memories(model)}  # the copy reads the same rows
+            subject = _base_cast(copy.deepcopy(model, shared), getattr(torch, dtype))
         for mode in ("eval", "train"):
             for check, run in (("texts", _texts), ("left-padded batch", _left_padded), ("cached decode", _decoded)):
                 learning = mode == "train"  # with gradients too, as training runs it
@@ -203,22 +205,34 @@ def _nudges(model: nn.Module, batches: dict[str, Any], dtype: str) -> list[dict[
     """Move each memory's zero factor a little: the comparison must notice, or it could not fail."""
     nudges = []
     for memory in memories(model):
-        zero = memory.value_proj.weight if memory.config.zero_init == "value" else memory.table.weight
-        before = zero.detach().clone()
-        with torch.no_grad():
-            zero.add_(0.02)
-        try:
-            with no_learning(model), unfiltered(model):
-                difference, _, equal = _compare(model, lambda: _texts(model, batches))
-        finally:
-            with torch.no_grad():
-                zero.copy_(before)
+        with _nudged(memory), no_learning(model), unfiltered(model):
+            difference, _, equal = _compare(model, lambda: _texts(model, batches))
         nudges.append({"dtype": dtype, "layer": memory.layer_id, "max_difference": difference})
         if equal:
             raise PromiseError(
                 f"the identity check cannot fail: a nudge of layer {memory.layer_id}'s zero factor changed no logit"
             )
     return nudges
+
+
+@contextlib.contextmanager
+def _nudged(memory: Engram) -> Iterator[None]:
+    """With the factor that starts at zero moved a little: the value projection, or what is read from the table."""
+    if memory.config.zero_init == "table":
+        handle = memory.table.register_forward_hook(lambda table, args, output: (output[0] + 0.02, output[1]))
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    before = memory.value_proj.weight.detach().clone()
+    with torch.no_grad():
+        memory.value_proj.weight.add_(0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            memory.value_proj.weight.copy_(before)
 
 
 def _largest(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
@@ -238,14 +252,13 @@ def _base_cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def unfiltered(model: nn.Module) -> Iterator[None]:
-    """With the seen filter off, so that every position reads the memory; what is seen is afterwards as before."""
+    """With the seen filter off, so that every position reads the memory, and no look-up counted as training's."""
     tables = [memory.table for memory in memories(model)]
-    before = [(table.seen_filter, table.seen.clone()) for table in tables]
+    before = [(table.seen_filter, table.recording) for table in tables]
     for table in tables:
-        table.seen_filter = False
+        table.seen_filter = table.recording = False
     try:
         yield
     finally:
-        for table, (seen_filter, seen) in zip(tables, before, strict=True):
-            table.seen_filter = seen_filter
-            table.seen.copy_(seen)
+        for table, state in zip(tables, before, strict=True):
+            table.seen_filter, table.recording = state

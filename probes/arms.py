@@ -20,12 +20,13 @@ def shuffled(model: nn.Module, seed: int = 0) -> Iterator[None]:
     generator = torch.Generator().manual_seed(seed)
     tables = [memory.table for memory in memories(model)]
     for table, starts, sizes in zip(tables, ngram_hash.offsets.tolist(), ngram_hash.primes.tolist(), strict=True):
-        redirect = torch.arange(len(table.weight))
+        rows = table.seen_rows().cpu()
+        target = rows.clone()
         for start, size in zip(starts, sizes, strict=True):
-            seen = start + table.seen[start : start + size].cpu().nonzero()[:, 0]
-            order = seen[torch.randperm(len(seen), generator=generator)]
-            redirect[order] = order.roll(1)  # one cycle: no row stays where it was
-        table.redirect = redirect.to(table.weight.device)
+            head = ((rows >= start) & (rows < start + size)).nonzero()[:, 0]
+            order = head[torch.randperm(len(head), generator=generator)]
+            target[order] = rows[order.roll(1)]  # one cycle: no row stays where it was
+        table.redirect = (rows.to(table.weight.device), target.to(table.weight.device))
     try:
         yield
     finally:

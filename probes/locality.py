@@ -31,9 +31,7 @@ def hits(model: nn.Module, input_ids: Tensor) -> Tensor:
     ngram_hash = find_graft(model)
     window = Window(0, input_ids.shape[1])
     rows = ngram_hash(ngram_hash.lookup[input_ids], window)
-    known = torch.stack(
-        [m.table.known(rows[:, :, m.index].to(m.table.seen.device)).to(input_ids.device) for m in memories(model)]
-    )
+    known = torch.stack([m.table.known(rows[:, :, m.index]) for m in memories(model)])
     if ngram_hash.config.whole_ngrams and (whole := window.whole(ngram_hash.config.orders, input_ids.device)) is not None:
         known = known & whole
     return known.any(-1).any(0)  # over orders, over layers

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 import engram_graft as eg
 from engram_graft.grafted import memories
+from engram_graft.table import EngramTable
 
 TEXT = [
     "The river rises in the hills and the cats sleep in the sun.",
@@ -107,8 +108,17 @@ def randomize(model: torch.nn.Module, seed: int = 1, scale: float = 0.5) -> None
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for memory in memories(model):
+            memory.table.touch(torch.arange(len(memory.table.weight)))
             for parameter in memory.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def keep_seen(module: torch.nn.Module, rows: torch.Tensor | None = None) -> None:
+    """Let these rows of each table, with the values they have, be all that training has looked up; None: it looked up nothing."""
+    for table in module.modules():
+        if isinstance(table, EngramTable):
+            kept = torch.zeros(0, dtype=torch.int64) if rows is None else rows
+            table.load_rows(kept, table.weight.detach()[kept])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_ENGRAM, randomize, tiny_model
+from conftest import TINY_ENGRAM, keep_seen, randomize, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -40,7 +40,7 @@ def saved(base_dir: Path, tmp_path: Path, tokenizer: Any) -> Path:
     eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
     randomize(model)
     for memory in memories(model):
-        memory.table.seen[::2] = True
+        keep_seen(memory, torch.arange(0, len(memory.table.weight), 2))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.constant_(parameter, 0.1)
@@ -60,7 +60,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) 
 
 def test_a_graft_comes_back_bit_for_bit(base_dir: Path, tmp_path: Path, tokenizer: Any, grafted: Any, ids: torch.Tensor) -> None:
     model = grafted(seen_filter=True)
-    memories(model)[0].table.seen[5:40] = True
+    keep_seen(memories(model)[0], torch.arange(5, 40))
     eg.save_graft(model, tmp_path / "graft")
     loaded, _ = eg.load_graft(tmp_path / "graft", base=str(base_dir))
     own, other = memory_tensors(model), memory_tensors(loaded)
@@ -123,7 +123,17 @@ def test_case_19_loading_leaves_base_and_memory_frozen_unless_asked(saved: Path)
             lambda t: t.update({"layers.1.key_norm": t["layers.1.key_norm"].half()}),
             "layers.1.key_norm is torch.float16",
         ),
-        (lambda t: t.update({"layers.1.table.weight": t["layers.1.table.weight"][1:].clone()}), "its primes add up to"),
+        (lambda t: t.pop("layers.1.table.rows"), "missing layers.1.table.rows"),
+        (lambda t: t.pop("layers.2.table.values"), "missing layers.2.table.values"),
+        (lambda t: t["layers.1.table.rows"][-1:].add_(1000), "layers.1.table.rows goes up to .* its primes add up to"),
+        (lambda t: t["layers.2.table.rows"][-1:].fill_(-1), "layers.2.table.rows goes up to -1, its primes add up to"),
+        (lambda t: t["layers.1.table.rows"][:2].copy_(torch.tensor([2, 0])), "layers.1.table: row ids must increase"),
+        (lambda t: t["layers.1.table.rows"][:1].fill_(-1), "layers.1.table: row ids must increase from 0"),
+        (lambda t: t.update({"layers.1.table.values": t["layers.1.table.values"][1:].clone()}), "layers.1.table: rows are"),
+        (lambda t: t.update({"layers.1.table.values": t["layers.1.table.values"][:, 1:].clone()}), "layers.1.table: rows are"),
+        (lambda t: t.update({"layers.2.table.values": t["layers.2.table.values"].half()}), "layers.2.table: .* torch.float16"),
+        (lambda t: t.update({"layers.2.table.rows": t["layers.2.table.rows"].int()}), "layers.2.table: .* torch.int32"),
+        (lambda t: t.update({"layers.1.table.weight": torch.zeros(240, 8)}), "unexpected layers.1.table.weight"),
         (lambda t: t.pop("hash.primes"), "lacks hash.primes"),
         (lambda t: t.update({"hash.multipliers": t["hash.multipliers"][:, :1].clone()}), "hash.multipliers has shape"),
     ],
@@ -147,10 +157,18 @@ def test_case_20_a_flipped_byte_or_a_truncated_file_is_refused(name: str, saved:
         eg.load_graft(saved)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', '{"format": 99}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', '{"format": 2}', '{"format": 99}', "null"])
 def test_case_20_a_broken_config_is_refused(text: str, saved: Path) -> None:
     (saved / CONFIG_FILE).write_text(text)
     with pytest.raises(UserError, match=CONFIG_FILE):
+        eg.load_graft(saved)
+
+
+def test_a_graft_of_an_older_format_is_refused_by_its_number(saved: Path) -> None:
+    described = json.loads((saved / CONFIG_FILE).read_text())
+    assert described["format"] == 2
+    (saved / CONFIG_FILE).write_text(json.dumps({**described, "format": 1}))
+    with pytest.raises(UserError, match="format 1, this version reads 2; use the version of engram-graft that wrote it"):
         eg.load_graft(saved)
 
 

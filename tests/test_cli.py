@@ -739,8 +739,8 @@ def test_inspect_a_graft_counts_what_training_touched(trained: Trained) -> None:
     assert [(row["layer"], row["order"]) for row in report["layers"]] == [(1, 2), (1, 3), (2, 2), (2, 3)]
     for layer in (1, 2):
         rows = [row for row in report["layers"] if row["layer"] == layer]
-        assert sum(row["seen_rows"] for row in rows) == int(tensors[f"layers.{layer}.table.seen"].sum())
-        assert sum(row["rows"] for row in rows) == len(tensors[f"layers.{layer}.table.weight"])
+        assert sum(row["seen_rows"] for row in rows) == len(tensors[f"layers.{layer}.table.rows"])
+        assert sum(row["rows"] for row in rows) == int(tensors["hash.primes"][layer - 1].sum())
         assert all(0 < row["coverage_min"] <= row["coverage_max"] <= 1 and 0 < row["false_positives"] < 1 for row in rows)
     assert json.loads(run("inspect", trained.merged, "--json").out)["layers"] == report["layers"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
+from conftest import ARCHITECTURES, keep_seen
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -129,6 +129,7 @@ def test_verify_decoding_notices_a_forgotten_tail_on_texts_nothing_was_trained_o
     grafted: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = grafted(seen_filter=True)
+    keep_seen(model)
     assert verify_decoding(model, tokenizer)["ok"]
     real = Context.record
 
@@ -192,7 +193,8 @@ def test_case_32_any_base_dtype_with_any_memory_dtype_keeps_the_base_dtype(
 def test_case_5_decoding_in_train_mode_equals_eval_mode(grafted: Make, ids: Tensor) -> None:
     model = grafted(seen_filter=True)
     for layer in (1, 2):
-        model.model.layers[layer].engram.table.seen.fill_(True)
+        table = model.model.layers[layer].engram.table
+        assert table.count_seen() == len(table.weight)
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(input_ids=ids, **settings)
     model.train()

@@ -235,11 +235,17 @@ def test_a_fresh_graft_is_a_function_of_its_seed(tokenizer: Any, config: Any) ->
         model = tiny_model()
         torch.manual_seed(torch.initial_seed() + 1)  # whatever the global generator says
         eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seed": seed}))
+        for memory in memories(model):
+            memory.table.touch(torch.arange(len(memory.table.weight)))
         return {n: t.clone() for n, t in model.state_dict().items() if is_memory(n)}
 
     one, same, other = state(0), state(0), state(1)
     assert all(torch.equal(one[n], same[n]) for n in one)
-    assert not torch.equal(one["model.layers.1.engram.table.weight"], other["model.layers.1.engram.table.weight"])
+    for name in ("model.layers.1.engram.table.values", "model.layers.1.engram.key_proj.weight"):
+        assert not torch.equal(one[name], other[name])
+    sizes = [len(one[f"model.layers.{layer}.engram.table.values"]) for layer in (1, 2)]
+    first, second = (one[f"model.layers.{layer}.engram.table.values"][: min(sizes)] for layer in (1, 2))
+    assert not (first == second).all(1).any(), "no row of one layer is the same row of another"
     assert not torch.equal(one["model.engram_hash.multipliers"], other["model.engram_hash.multipliers"])
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import keep_seen
 from torch import Tensor
 
 from engram_graft.config import EngramConfig
@@ -26,13 +27,17 @@ BRANCHES = [
 ]
 
 
-def make(random: bool = True, **changes: Any) -> Engram:
-    """A memory in eval mode; `random`: every parameter is."""
+def make(random: bool = True, seen: bool = True, **changes: Any) -> Engram:
+    """A memory in eval mode; `random`: every parameter is, every row's too, and unless `seen` is False they count as looked up."""
     config = EngramConfig(**{**PLAIN, **changes})
     engram = Engram(config, 0, ROWS, WIDTH, torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
+    if random:
+        engram.table.touch(torch.arange(ROWS))
     for parameter in engram.parameters() if random else ():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    if not seen:
+        keep_seen(engram)
     return engram
 
 
@@ -46,6 +51,13 @@ def draw(engram: Engram, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def add(engram: Engram, hidden: Tensor, rows: Tensor, **window: Tensor) -> Tensor:
     return engram(hidden, rows, Window(0, hidden.shape[1], **window))[0]
+
+
+@torch.no_grad()
+def values(engram: Engram) -> dict[str, Tensor]:
+    """What a memory computes with: its dense parameters, and every row as it is read."""
+    dense = {name: parameter for name, parameter in engram.named_parameters() if name != "table.weight"}
+    return {**dense, "table": engram.table.read(torch.arange(ROWS))}
 
 
 def step(engram: Engram, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -71,8 +83,13 @@ def test_a_fresh_memory_adds_exactly_zero_and_depends_on_the_seed_alone(changes:
         make(random=False, hc_mult=hc_mult, **changes),
         make(random=False, hc_mult=hc_mult, seed=1, **changes),
     )
-    assert all(torch.equal(p, q) for p, q in zip(engram.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(engram.key_proj.weight, other.key_proj.weight)
+    assert 0 < engram.table.count_seen() < ROWS and not again.table.count_seen(), "an order of look-ups is no part of it"
+    one, same, differs = (values(memory) for memory in (engram, again, other))
+    assert one.keys() == same.keys() and all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["key_proj.weight"], differs["key_proj.weight"])
+    assert torch.equal(one["table"], differs["table"]) == (engram.config.zero_init == "table")
+    seen = engram.table.seen_rows()
+    assert torch.equal(engram.table.weight[seen], again.table.initial(seen))
 
 
 @pytest.mark.parametrize("zero_init", ["value", "table"])
@@ -99,12 +116,12 @@ def test_at_step_zero_only_the_zero_factor_has_a_gradient(zero_init: str, moving
 
 
 def test_an_unseen_ngram_contributes_exactly_zero_at_inference() -> None:
-    engram = make(seen_filter=True)
+    engram = make(seen_filter=True, seen=False)
     hidden, rows = draw(engram)
     assert torch.equal(add(engram, hidden, rows), torch.zeros_like(hidden)), "nothing seen, nothing added"
-    engram.table.seen[rows[0, 2]] = True  # both orders
-    engram.table.seen[rows[0, 4, :2]] = True  # the 2-gram
-    engram.table.seen[rows[0, 6, 1:3]] = True  # one head of each: no n-gram
+    engram.table.touch(rows[0, 2])  # both orders
+    engram.table.touch(rows[0, 4, :2])  # the 2-gram
+    engram.table.touch(rows[0, 6, 1:3])  # one head of each: no n-gram
     known = torch.zeros(LENGTH, 2, dtype=torch.bool)
     known[2], known[4, 0] = True, True
     embeddings, active = engram.table(rows[:1])
@@ -120,20 +137,22 @@ def test_an_unseen_ngram_contributes_exactly_zero_at_inference() -> None:
     ("train", "grad", "filters"), [(True, True, False), (True, False, True), (False, True, True), (False, False, True)]
 )
 def test_the_filter_is_off_and_rows_are_marked_only_while_learning(train: bool, grad: bool, filters: bool) -> None:
-    engram, unfiltered = make(seen_filter=True).train(train), make().train(train)
+    engram, unfiltered = make(seen_filter=True, seen=False).train(train), make(seen=False).train(train)
     hidden, rows = draw(engram)
-    engram.table.seen[rows[1, 3]] = True
-    before = engram.table.seen.clone()
+    engram.table.touch(rows[1, 3])
+    everything = torch.arange(ROWS)
+    before = engram.table.is_seen(everything)
+    assert before.sum() == 4
     with torch.set_grad_enabled(grad):
         out, expected = add(engram, hidden, rows), add(unfiltered, hidden, rows)
     assert torch.equal(out, expected) != filters
-    assert torch.equal(engram.table.seen, before if filters else before.index_fill(0, rows.flatten(), True))
+    assert torch.equal(engram.table.is_seen(everything), before if filters else before.index_fill(0, rows.flatten(), True))
     if not filters:  # what learning marked is what inference lets through
         assert torch.equal(add(engram.eval(), hidden, rows), expected)
 
 
 def test_only_allowed_ngrams_are_marked_seen_and_get_a_gradient() -> None:
-    engram = make(whole_ngrams=True, seen_filter=True).train()
+    engram = make(whole_ngrams=True, seen_filter=True, seen=False).train()
     hidden, rows = draw(engram, batch=1)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     valid[0, [0, 7]] = False  # a left pad and a hole: the text is 1..6, 8
@@ -141,18 +160,18 @@ def test_only_allowed_ngrams_are_marked_seen_and_get_a_gradient() -> None:
     out.square().sum().backward()
     marked = [rows[0, 2, :2], *rows[0, 3:7], rows[0, 8]]
     expected = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, torch.cat(marked), True)
-    assert torch.equal(engram.table.seen, expected)
+    assert torch.equal(engram.table.is_seen(torch.arange(ROWS)), expected)
     touched = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, engram.table.weight.grad.coalesce().indices()[0], True)
     assert torch.equal(touched, expected), "a row that is not learned gets no gradient, not even a zero"
     assert torch.equal(add(engram.eval(), hidden, rows, valid=valid), out), "and inference reads what learning read"
 
 
 def test_a_text_without_any_whole_ngram_can_be_learned_from_and_moves_nothing() -> None:
-    engram = make(whole_ngrams=True, seen_filter=True)
+    engram = make(whole_ngrams=True, seen_filter=True, seen=False)
     before = engram.table.weight.detach().clone()
     hidden, rows = draw(engram)
     out = step(engram, hidden[:, :1], rows[:, :1])
-    assert not out.any() and not engram.table.seen.any() and torch.equal(engram.table.weight, before)
+    assert not out.any() and not engram.table.count_seen() and torch.equal(engram.table.weight, before)
 
 
 def test_padding_adds_exactly_zero_and_its_rows_do_not_matter() -> None:
@@ -168,10 +187,10 @@ def test_padding_adds_exactly_zero_and_its_rows_do_not_matter() -> None:
 
 @pytest.mark.parametrize("conv", [True, False])
 def test_a_bias_does_not_speak_where_nothing_is_known(conv: bool) -> None:
-    engram = make(bias=True, seen_filter=True, conv=conv)
+    engram = make(bias=True, seen_filter=True, conv=conv, seen=False)
     hidden, rows = draw(engram, batch=1)
     assert torch.equal(add(engram, hidden, rows), torch.zeros_like(hidden))
-    engram.table.seen[rows[0, 5]] = True
+    engram.table.touch(rows[0, 5])
     out = add(engram, hidden, rows)[0]
     assert out[5].all() and not out[:5].any() and not out[6:8].any()
     assert bool(out[8].any()) == conv, "three on, the second tap of the conv hears position 5"
@@ -199,7 +218,7 @@ def test_whole_ngrams_position_zero_adds_exactly_zero_and_position_one_only_its_
     assert torch.equal(add(engram.train(), hidden, rows)[0], out), "learning is no exception"
     engram.eval()
     filtered = make(whole_ngrams=True, bias=True, seen_filter=True)
-    filtered.table.seen.fill_(True)
+    assert filtered.table.count_seen() == ROWS
     assert torch.equal(add(filtered, hidden, rows)[0], out), "that training saw its rows does not make an n-gram whole"
     packed = torch.tensor([[0] * 4 + [1] * 5])
     split = add(engram, hidden, rows, segment=packed)[0]
@@ -284,7 +303,7 @@ def test_a_call_with_one_known_ngram_is_not_taken_for_silent() -> None:
     )
     torch.nn.init.normal_(memory.eval().value_proj.weight)
     rows = torch.arange(12).view(1, 3, 4)
-    memory.table.seen[rows[0, 2, :2]] = True  # the 2-gram of the last position
+    memory.table.touch(rows[0, 2, :2])  # the 2-gram of the last position
     with torch.no_grad():
         out = memory(torch.randn(1, 3, 8), rows, Window(9, 3), torch.zeros(1, 9, 1, 8))[0]
     assert not out[0, :2].any() and out[0, 2].any()

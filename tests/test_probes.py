@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXT, TINY_ENGRAM, randomize, tiny_model
+from conftest import TEXT, TINY_ENGRAM, keep_seen, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from engram_graft.probes.recall import recall
 from engram_graft.probes.suite import text_loss
 from engram_graft.probes.task_exact import free_answers, normalised, task_exact
 from engram_graft.recipe import LoraOptions, ProbeOptions, Recipe, TrainOptions
+from engram_graft.table import EngramTable
 from engram_graft.window import Window
 
 Make = Callable[..., nn.Module]
@@ -69,12 +70,26 @@ def mark(model: nn.Module, ids: Tensor, position: int | slice = slice(None), hea
     """Mark as seen the rows that `ids` looks up at `position`, of some of the heads."""
     rows = rows_of(model, ids)
     for memory in memories(model):
-        memory.table.seen[rows[:, position, memory.index, heads]] = True
+        memory.table.touch(rows[:, position, memory.index, heads])
+
+
+def unseen_model(grafted: Make, *args: Any, **changes: Any) -> nn.Module:
+    """A random memory that training has looked up nothing of."""
+    model = grafted(*args, **changes)
+    keep_seen(model)
+    return model
+
+
+def redirected(table: EngramTable) -> Tensor:
+    """int64 [rows]: the row that is read in place of each."""
+    assert table.redirect is not None
+    source, target = table.redirect
+    return torch.arange(len(table.weight)).index_copy(0, source, target)
 
 
 def seen_model(grafted: Make, ids: Tensor, **changes: Any) -> nn.Module:
     """A random memory of which half a text's rows are marked seen."""
-    model = grafted(**{"seen_filter": True, "engram_vocab_size": (211, 223), **changes})
+    model = unseen_model(grafted, **{"seen_filter": True, "engram_vocab_size": (211, 223), **changes})
     mark(model, ids[:1, :12])
     return model
 
@@ -96,16 +111,18 @@ def test_shuffled_permutes_seen_rows_within_each_head_without_fixed_point(grafte
     with shuffled(model):
         for memory in memories(model):
             table, index = memory.table, memory.index
-            assert table.redirect is not None
             everything = torch.arange(len(table.weight))
-            assert torch.equal(table.redirect.sort().values, everything), "a permutation"
-            assert torch.equal(table.redirect[~table.seen], everything[~table.seen]), "unseen rows stay"
+            redirect, seen = redirected(table), table.is_seen(everything)
+            assert torch.equal(redirect.sort().values, everything), "a permutation"
+            assert torch.equal(redirect[~seen], everything[~seen]) and not seen.all(), "unseen rows stay"
+            read = torch.where(seen[:, None], table.weight[redirect], table.initial(everything))
+            assert torch.equal(table.read(everything), read), "and so it is read"
             for start, size in zip(ngram_hash.offsets[index].tolist(), ngram_hash.primes[index].tolist(), strict=True):
                 of_head = everything[start : start + size]
-                moved = of_head[table.seen[of_head]]
-                assert len(moved) > 1 and (table.redirect[moved] != moved).all(), "no seen row stays where it was"
-                assert table.seen[table.redirect[moved]].all(), "a seen row is read as a seen row"
-                assert ((table.redirect[moved] >= start) & (table.redirect[moved] < start + size)).all(), "of its own head"
+                moved = of_head[seen[of_head]]
+                assert len(moved) > 1 and (redirect[moved] != moved).all(), "no seen row stays where it was"
+                assert seen[redirect[moved]].all(), "a seen row is read as a seen row"
+                assert ((redirect[moved] >= start) & (redirect[moved] < start + size)).all(), "of its own head"
 
 
 def test_shuffled_reads_the_redirected_rows_and_restores(grafted: Make, ids: Tensor) -> None:
@@ -115,17 +132,16 @@ def test_shuffled_reads_the_redirected_rows_and_restores(grafted: Make, ids: Ten
     table = memories(model)[0].table
     rows = rows_of(model, ids)[:, :, 0]
     with shuffled(model):
-        assert table.redirect is not None
         wrong, active = table(rows)
-        straight = table.weight[table.redirect[rows]] * active.repeat_interleave(table.n_head, -1)[..., None]
+        straight = table.weight[redirected(table)[rows]] * active.repeat_interleave(table.n_head, -1)[..., None]
         assert torch.equal(wrong, straight.flatten(-2))
         assert torch.equal(active, table.known(rows)), "the filter is asked about the true address"
         changed = logits(model, ids)
-        again = table.redirect
+        again = redirected(table)
     with shuffled(model):
-        assert torch.equal(table.redirect, again), "the same at every call"
+        assert torch.equal(redirected(table), again), "the same at every call"
     with shuffled(model, seed=1):
-        assert not torch.equal(table.redirect, again)
+        assert not torch.equal(redirected(table), again)
     assert not torch.equal(changed, before) and torch.equal(logits(model, ids), before)
     assert all(memory.table.redirect is None for memory in memories(model))
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -181,12 +197,12 @@ def test_lora_off_is_an_arm_only_where_there_is_lora(grafted: Make) -> None:
 def test_seen_filter_an_unseen_text_keeps_every_bit_and_a_seen_one_all_before_its_n_gram(
     architecture: str, bias: bool, grafted: Make, ids: Tensor
 ) -> None:
-    model = grafted(architecture, seen_filter=True, engram_vocab_size=(1009, 1013), bias=bias)
+    model = unseen_model(grafted, architecture, seen_filter=True, engram_vocab_size=(1009, 1013), bias=bias)
     bare = tiny_model(architecture)
     trigram = heads_of_order(model, 3)
     mark(model, ids[:1], position=9, heads=trigram)
     for memory in memories(model):
-        assert memory.table.seen.sum() == TINY_ENGRAM["n_head_per_ngram"], "exactly one trigram"
+        assert memory.table.count_seen() == TINY_ENGRAM["n_head_per_ngram"], "exactly one trigram"
     assert hits(model, ids).nonzero().tolist() == [[0, 9]], "no false positive in these texts"
 
     unseen = ids[1:]
@@ -201,7 +217,7 @@ def test_seen_filter_an_unseen_text_keeps_every_bit_and_a_seen_one_all_before_it
 
 
 def test_seen_filter_padding_does_not_make_an_n_gram_seen(grafted: Make, ids: Tensor) -> None:
-    model, bare = grafted(seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
+    model, bare = unseen_model(grafted, seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
     mark(model, ids[:1], position=9)
     width, text = 30, ids[1]
     for side in ("left", "right"):
@@ -213,13 +229,13 @@ def test_seen_filter_padding_does_not_make_an_n_gram_seen(grafted: Make, ids: Te
 
 
 def test_seen_filter_control_without_it_an_unseen_text_changes(grafted: Make, ids: Tensor) -> None:
-    model = grafted(seen_filter=False, engram_vocab_size=(1009, 1013))
+    model = unseen_model(grafted, seen_filter=False, engram_vocab_size=(1009, 1013))
     mark(model, ids[:1], position=9, heads=heads_of_order(model, 3))
     assert not torch.equal(logits(model, ids[1:]), logits(tiny_model(), ids[1:]))
 
 
 def test_seen_filter_one_unseen_head_keeps_an_n_gram_out(grafted: Make, ids: Tensor) -> None:
-    model, bare = grafted(seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
+    model, bare = unseen_model(grafted, seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
     order = heads_of_order(model, 3)
     mark(model, ids[:1], position=9, heads=slice(order.start, order.stop - 1))
     assert not hits(model, ids).any()
@@ -251,7 +267,7 @@ def heads_of_order(model: nn.Module, order: int) -> slice:
 
 @pytest.mark.parametrize("whole_ngrams", [True, False])
 def test_hits_agrees_with_a_slow_loop(whole_ngrams: bool, grafted: Make, ids: Tensor) -> None:
-    model = grafted(seen_filter=True, whole_ngrams=whole_ngrams)
+    model = unseen_model(grafted, seen_filter=True, whole_ngrams=whole_ngrams)
     mark(model, ids[:1, :5])
     plan, config = find_graft(model).plan, find_graft(model).config
     expected = torch.zeros_like(ids, dtype=torch.bool)
@@ -260,7 +276,8 @@ def test_hits_agrees_with_a_slow_loop(whole_ngrams: bool, grafted: Make, ids: Te
         for t in range(ids.shape[1]):
             for index, memory in enumerate(memories(model)):
                 for order in range(2, config.max_ngram_size + 1):
-                    known = all(memory.table.seen[r] for r in rows[t, index][heads_of_order(model, order)])
+                    of_order = torch.from_numpy(rows[t, index][heads_of_order(model, order)])
+                    known = all(memory.table.is_seen(row) for row in of_order)
                     if known and (t >= order - 1 or not whole_ngrams):
                         expected[row, t] = True
     assert torch.equal(hits(model, ids), expected)
@@ -269,7 +286,7 @@ def test_hits_agrees_with_a_slow_loop(whole_ngrams: bool, grafted: Make, ids: Te
 
 
 def test_locality_is_the_kl_to_the_base_at_hits_and_elsewhere(grafted: Make, ids: Tensor, tokenizer: Any) -> None:
-    model, bare = grafted(seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
+    model, bare = unseen_model(grafted, seen_filter=True, engram_vocab_size=(1009, 1013)), tiny_model()
     text_ids = tokenizer(SHORT[:200], return_tensors="pt")["input_ids"]
     assert text_ids.shape[1] < 128, "one window"
     mark(model, text_ids, position=slice(20, 40))
@@ -290,7 +307,7 @@ def test_locality_is_the_kl_to_the_base_at_hits_and_elsewhere(grafted: Make, ids
 
 
 def test_locality_of_a_memory_that_has_seen_nothing_is_none_at_hits_and_zero_elsewhere(grafted: Make, tokenizer: Any) -> None:
-    report = locality(grafted(seen_filter=True), tokenizer, arms_of(grafted()), SHORT)
+    report = locality(unseen_model(grafted, seen_filter=True), tokenizer, arms_of(grafted()), SHORT)
     for scores in report.values():
         assert scores["kl_hit"] is None and scores["hits"] == 0
         assert scores["kl"] == scores["kl_miss"] == 0 and scores["unchanged_positions"] == 1
@@ -472,6 +489,7 @@ def test_probes_see_damage_done_to_the_memory(grafted: Make, ids: Tensor, tokeni
     model = seen_model(grafted, ids)
     twin = copy.deepcopy(model)
     randomize(twin)
+    keep_seen(twin)
     with torch.no_grad():
         for memory in memories(twin):
             memory.value_proj.weight.zero_()

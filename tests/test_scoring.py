@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import keep_seen, tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
@@ -156,6 +156,7 @@ def test_teacher_forced_ce_is_the_mean_over_the_answers_tokens(grafted: Make, to
 @pytest.mark.parametrize("ask", [lambda m, t: teacher_forced(m, t, QUESTIONS), lambda m, t: greedy(m, t, PROMPTS, 2)])
 def test_scoring_restores_each_modules_mode_and_keeps_seen_weights_and_gradients(ask: Any, grafted: Make, tokenizer: Any) -> None:
     model = grafted(base={"attention_dropout": 0.5})
+    keep_seen(model, torch.arange(0, 100, 3))
     model.train()
     modules = list(model.modules())
     modules[3].eval()

@@ -1,0 +1,39 @@
+"""Several processes, one memory: the gradients of rows are exchanged as rows, so that tables stay sparse everywhere."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engram_graft.table import EngramTable
+
+
+def exchange_rows(tables: Sequence[EngramTable]) -> None:
+    """Replace each table's gradient by its mean over all processes; rows that only others looked up count as looked up here too.
+
+    Every process adds the same numbers in the same order, so tables that were equal stay equal bit for bit.
+    """
+    for table in tables:
+        weight = table.weight
+        own_rows, own_values = weight.new_zeros(0, dtype=torch.int64), weight.new_zeros(0, weight.shape[1])
+        if weight.grad is not None:
+            gradient = weight.grad.coalesce()
+            own_rows, own_values = gradient.indices()[0], gradient.values()
+        rows = torch.cat(_gather(own_rows))
+        values = torch.cat(_gather(own_values.float())) / dist.get_world_size()
+        table.touch(rows)
+        total = torch.sparse_coo_tensor(rows[None], values, weight.shape).coalesce()
+        weight.grad = torch.sparse_coo_tensor(total.indices(), total.values().to(weight.dtype), weight.shape, is_coalesced=True)
+
+
+def _gather(own: Tensor) -> list[Tensor]:
+    """The tensors of all processes, in the order of their ranks; they may differ in length."""
+    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(own)], device=own.device))
+    longest = max(int(length) for length in lengths)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded)
+    return [tensor[: int(length)] for tensor, length in zip(received, lengths, strict=True)]

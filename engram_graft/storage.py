@@ -1,0 +1,216 @@
+"""Where a memory's large arrays live: in memory, or in files that the operating system pages in and out.
+
+Either way an array is reserved at its full size and costs the pages that are touched. Which of the two holds a table changes no bit
+of any result: the code that reads and writes it is the same.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram_graft.errors import UserError
+
+STAMP = "tables.json"  # what the files of a directory hold, once they hold all of it
+
+
+class Resident:
+    """Arrays in memory, on any device."""
+
+    on_disk = filled = False
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An array of arbitrary contents. Raises `UserError` when there is not enough memory."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size = math.prod(shape) * dtype.itemsize / 1e9
+            raise UserError(
+                f"{name}: {size:.1f} GB do not fit in the memory of {device}; choose a smaller engram_vocab_size, or keep tables "
+                "in files: --table-tier mmap --table-dir DIR"
+            ) from error
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An array of zeros. On the CPU it costs no memory where it stays zero."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or not size:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise UserError(f"{name}: {size / 1e9:.1f} GB do not fit in memory ({error.strerror})") from error
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def grown(self, name: str, array: Tensor, length: int) -> Tensor:
+        """The array, made at least `length` long; what is new is zero."""
+        new = array.new_zeros(length, *array.shape[1:])
+        new[: len(array)] = array
+        return new
+
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An array for passing use."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def settle(self) -> None:
+        """Called once the arrays hold all that they were made for."""
+
+    def twin(self) -> "Resident":
+        """Where a copy of an array lives."""
+        return self
+
+
+class Mapped(Resident):
+    """Arrays in files of a directory, mapped into memory, on the CPU. Space on the disk is taken when an array is made.
+
+    Args:
+        directory: made if need be; one run at a time may use it.
+        source: what the arrays will be filled with, as a text that is equal when the contents are. Files that were filled from the
+            same source before are mapped again, copy on write, and `filled` is True: they may be read-only.
+
+    Raises:
+        UserError: the directory cannot be written, or is in use, or a file is shorter than it was.
+    """
+
+    on_disk = True
+
+    def __init__(self, directory: str | Path, source: str | None = None):
+        self.directory, self.source = Path(directory), source
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            text = (self.directory / STAMP).read_text() if (self.directory / STAMP).is_file() else ""
+        except OSError as error:
+            raise UserError(f"table directory {directory}: cannot be used ({error.strerror})") from error
+        self.sizes: dict[str, int] = {}  # bytes of each file by its name
+        self.filled = False
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a stamp that a killed run half wrote is none
+            stamp = json.loads(text)
+            if source is not None and stamp["source"] == source:
+                self.sizes, self.filled = dict(stamp["sizes"]), True
+        self._lock = self._locked()
+        if not self.filled:
+            with _explained(self.directory):
+                (self.directory / STAMP).unlink(missing_ok=True)
+
+    def _locked(self) -> Any:
+        """The open directory, which nobody else may change while we read it, or read while we change it."""
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if self.filled else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            raise UserError(f"table directory {self.directory}: in use by another run; give this one its own") from error
+        return _Handle(handle)
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        path, size = self.directory / f"{name}.bin", math.prod(shape) * dtype.itemsize
+        if not self.filled:
+            with _explained(path):
+                path.unlink(missing_ok=True)  # an older mapping of it stays what it was
+            try:
+                array = _map(path, shape, dtype, os.O_RDWR | os.O_CREAT)
+            except UserError:
+                for made in self.sizes:  # the others are of no use without this one
+                    (self.directory / f"{made}.bin").unlink(missing_ok=True)
+                raise
+            self.sizes[name] = size
+            return array
+        found = path.stat().st_size if path.is_file() else 0
+        if self.sizes.get(name) != size or found != size:
+            raise UserError(
+                f"{path}: {found:,} bytes, the table has {size:,}: truncated or of another graft; delete {self.directory} and it is "
+                "filled anew"
+            )
+        return _map(path, shape, dtype, os.O_RDONLY)
+
+    zeros = empty  # a new file reads as zeros
+
+    def grown(self, name: str, array: Tensor, length: int) -> Tensor:
+        path = self.directory / f"{name}.bin"
+        self.sizes[name] = length * math.prod(array.shape[1:]) * array.dtype.itemsize
+        return _map(path, (length, *array.shape[1:]), array.dtype, os.O_RDWR | os.O_CREAT)
+
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with _explained(self.directory):
+            handle, path = tempfile.mkstemp(prefix="scratch-", dir=self.directory)
+            os.close(handle)
+        try:
+            return _map(Path(path), shape, dtype, os.O_RDWR)
+        finally:
+            os.unlink(path)  # the space is given back with the array
+
+    def settle(self) -> None:
+        """Note that the files hold their source, so that they are used again."""
+        if self.source is not None and not self.filled:
+            with _explained(self.directory):
+                (self.directory / STAMP).write_text(json.dumps({"source": self.source, "sizes": self.sizes}))
+
+    def twin(self) -> "Resident":
+        return _Unnamed(self)
+
+
+class _Unnamed(Resident):
+    """Arrays in files that have no name and go when nobody uses them."""
+
+    on_disk = True
+
+    def __init__(self, named: Mapped):
+        self.named = named
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.named.scratch(shape, dtype, device)
+
+    zeros = empty
+
+    def grown(self, name: str, array: Tensor, length: int) -> Tensor:
+        new = self.named.scratch((length, *array.shape[1:]), array.dtype, array.device)
+        new[: len(array)] = array
+        return new
+
+
+class _Handle:
+    """A file descriptor that is closed with its owner."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _map(path: Path, shape: tuple[int, ...], dtype: torch.dtype, flags: int) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    writable = bool(flags & os.O_RDWR)
+    with _explained(path, size):
+        handle = os.open(path, flags, 0o644)
+        try:
+            if writable:  # all of it now: a disk that fills up later would kill the process in the middle of a store
+                os.posix_fallocate(handle, 0, size)
+            pages = mmap.mmap(handle, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
+        except OSError:
+            if flags & os.O_CREAT:
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(handle)
+    pages.madvise(mmap.MADV_RANDOM)  # neighbours in a table have nothing to do with each other
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+@contextlib.contextmanager
+def _explained(path: Path, size: int = 0) -> Any:
+    try:
+        yield
+    except OSError as error:
+        need = f"; {size / 1e9:.1f} GB are needed, {shutil.disk_usage(path.parent).free / 1e9:.1f} GB are free" if size else ""
+        raise UserError(f"{path}: {error.strerror}{need}") from error

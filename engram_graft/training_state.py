@@ -1,0 +1,86 @@
+"""A checkpoint's training state: the optimizer in safetensors, and directories that are there whole or not at all.
+
+A checkpoint is written beside and renamed, so that a run that is killed at any moment leaves complete ones only.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.trainer_utils import get_last_checkpoint
+
+from engram_graft.errors import UserError, first_line
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Write an optimizer's state: tensors by "parameter.name", the parameter groups as JSON in the header."""
+    packed = optimizer.state_dict()
+    tensors = {f"{index}.{key}": value.contiguous() for index, entry in packed["state"].items() for key, value in entry.items()}
+    save_file(tensors, path, metadata={"param_groups": json.dumps(packed["param_groups"])})
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Give `optimizer` the state in a file that `save_optimizer` wrote. Raises `UserError` if it is missing or does not fit."""
+    state: dict[int, dict[str, Any]] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            groups = json.loads(file.metadata()["param_groups"])
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                index, _, key = name.partition(".")
+                state.setdefault(int(index), {})[key] = file.get_tensor(name)
+        for group in groups:
+            group["betas"] = tuple(group["betas"])
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: cannot be resumed from ({first_line(error)}); remove this checkpoint and resume again"
+        ) from error
+
+
+@contextlib.contextmanager
+def written_beside(target: Path, barrier: Callable[[], None], lead: bool) -> Iterator[Path]:
+    """A directory beside `target` to write one of its name in; renamed to `target` when the block ends, removed if it fails.
+
+    Args:
+        barrier: waits for all processes, each of which writes.
+        lead: whether this process renames.
+    """
+    scratch = target.with_name(f".writing-{target.name}")
+    if lead:
+        shutil.rmtree(scratch, ignore_errors=True)
+    barrier()
+    try:
+        yield scratch
+        barrier()
+        if lead:
+            for path in [*scratch.rglob("*"), scratch]:  # a rename can reach the disk before what it renames
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+            shutil.rmtree(target, ignore_errors=True)
+            (scratch / target.name).rename(target)
+        barrier()
+    finally:
+        if lead:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The newest checkpoint of a run; what a killed run left half-written is removed."""
+    if not directory.is_dir():
+        return None
+    for path in directory.glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    found = get_last_checkpoint(str(directory))
+    return None if found is None else Path(found)

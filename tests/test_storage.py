@@ -1,0 +1,210 @@
+"""Tables in files: the same bits as in memory, refused when they cannot be whole, shared by nobody."""
+
+import copy
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_ENGRAM, tiny_model
+from test_train import FACTS, recipe
+
+import engram_graft as eg
+from engram_graft.errors import UserError
+from engram_graft.files import memory_tensors
+from engram_graft.grafted import memories
+from engram_graft.read_ahead import _pool
+from engram_graft.storage import Mapped, Resident
+
+CONFIG = {**TINY_ENGRAM, "seen_filter": True}
+CPU = torch.device("cpu")
+
+
+def trained(tokenizer: Any, table_dir: Path | None, output: Path | None = None, **changes: Any) -> Any:
+    model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**CONFIG), table_dir)
+    eg.train(model, tokenizer, recipe(output, max_steps=6, **changes), FACTS)
+    return model
+
+
+@pytest.fixture
+def no_room(monkeypatch: Any) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+def test_training_and_inference_are_bit_equal_to_tables_in_memory(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    resident, mapped = trained(tokenizer, None), trained(tokenizer, tmp_path)
+    one, two = memory_tensors(resident), memory_tensors(mapped)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(resident(ids).logits, mapped(ids).logits)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"layer1.bin", "layer2.bin"} < written and any("exp_avg_sq" in name for name in written), "control: it was in files"
+    assert [type(memory.table.storage) for memory in memories(mapped)] == [Mapped, Mapped]
+
+
+def test_a_saved_graft_loads_into_files_and_a_second_load_uses_them_again(
+    tokenizer: Any, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
+    tables = tmp_path / "tables"
+    for again in (False, True, True):
+        model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tables)
+        assert torch.equal(model(ids).logits, expected) and memories(model)[0].table.storage.filled == again
+        if again:
+            with torch.no_grad():  # what a reader does to its rows stays its own
+                memories(model)[0].table.weight.fill_(7.0)
+        assert len(list(tables.glob("*.bin"))) == 2
+        del model
+    eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, trainable=True, table_dir=tables)
+    assert not (tables / "tables.json").exists(), "files that training may change are not taken for the graft's again"
+
+
+def test_files_of_another_graft_are_filled_anew(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    for seed in (0, 1):
+        graft = tmp_path / f"graft{seed}"
+        expected = trained(tokenizer, None, graft, seed=seed)(ids).logits
+        model, _ = eg.load_graft(graft, tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+        assert torch.equal(model(ids).logits, expected) and not memories(model)[0].table.storage.filled
+        del model
+
+
+def test_read_only_files_serve_inference(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
+    eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    for path in (tmp_path / "tables").iterdir():
+        path.chmod(0o444)
+    model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(tokenizer: Any, tmp_path: Path) -> None:
+    trained(tokenizer, None, tmp_path / "graft")
+    eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    os.truncate(tmp_path / "tables" / "layer1.bin", 100)
+    with pytest.raises(UserError, match=r"layer1.bin: 100 bytes, the table has \d,\d+"):
+        eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"source": 1}', ""])
+def test_files_with_a_broken_stamp_are_filled_anew(text: str, tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "tables.json").write_text(text)
+    model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_full_disk_is_an_error_up_front_that_leaves_no_file_and_no_graft(tokenizer: Any, tmp_path: Path, no_room: None) -> None:
+    model = tiny_model()
+    with pytest.raises(UserError, match=r"layer1.bin: No space left on device; .* GB are needed, .* GB are free"):
+        eg.graft(model, tokenizer, eg.EngramConfig(**CONFIG), tmp_path)
+    assert not list(tmp_path.glob("*.bin")) and not any("engram" in name for name in model.state_dict())
+
+
+def test_a_table_whose_second_file_does_not_fit_leaves_no_first(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = Mapped(tmp_path)
+    storage.empty("layer1", (4, 2), torch.float32, CPU)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(UserError, match="layer2.bin"):
+        storage.empty("layer2", (4, 2), torch.float32, CPU)
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_a_disk_that_fills_up_while_training_leaves_the_last_checkpoint_whole(
+    tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**CONFIG), tmp_path / "tables")
+    allocate, calls = os.posix_fallocate, []
+
+    def fills_up(handle: int, start: int, size: int) -> None:
+        if (tmp_path / "run" / "checkpoint-2").is_dir():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        calls.append(size)
+        allocate(handle, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", fills_up)
+    with pytest.raises(UserError, match="No space left"):
+        eg.train(model, tokenizer, recipe(tmp_path / "run", max_steps=20, batch_size=1, save_steps=2), FACTS)
+    assert calls and not list((tmp_path / "run").glob(".writing*"))
+    monkeypatch.undo()
+    loaded, _ = eg.load_graft(tmp_path / "run" / "checkpoint-2", tiny_model(), tokenizer)
+    assert memories(loaded)[0].table.count_seen()
+
+
+def test_one_run_at_a_time_uses_a_directory(tmp_path: Path) -> None:
+    first = Mapped(tmp_path)
+    with pytest.raises(UserError, match="in use by another run"):
+        Mapped(tmp_path)
+    del first
+    Mapped(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="table directory"):
+        Mapped(tmp_path / "file")
+
+
+def test_a_copy_of_a_mapped_model_is_its_own_and_leaves_no_file(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    model = trained(tokenizer, tmp_path)
+    before, expected = sorted(path.name for path in tmp_path.iterdir()), model(ids).logits
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        memories(twin)[0].table.weight.zero_()
+    assert torch.equal(model(ids).logits, expected) and sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_mapped_table_stays_in_its_dtype_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
+    model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**CONFIG), tmp_path)
+    with pytest.raises(UserError, match="a table in files stays torch.float32"):
+        model.to(torch.bfloat16)
+
+
+def test_a_table_too_large_for_memory_is_a_user_error_that_names_the_way_out(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"GB do not fit in the memory of cpu; .*--table-tier mmap"):
+        eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**{**CONFIG, "engram_vocab_size": (10**10, 10**10)}))
+
+
+def test_zeros_in_memory_cost_nothing_until_written() -> None:
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = held()
+    array = Resident().zeros("position", (100_000_000,), torch.int32, CPU)
+    array[[5, 99_999_999]] = 1
+    assert held() - before < 20e6 and int(array[:1000].sum() + array[-1000:].sum()) == 2
+    control = torch.zeros(100_000_000, dtype=torch.int32)
+    assert held() - before > 300e6 and len(control)
+
+
+def test_rows_are_read_ahead_and_an_error_there_is_not_silent(
+    tokenizer: Any, tmp_path: Path, ids: torch.Tensor, caplog: Any
+) -> None:
+    model = trained(tokenizer, tmp_path)
+    table = memories(model)[0].table
+    asked: list[torch.Tensor] = []
+    table.prefetch = asked.append  # type: ignore[method-assign, assignment]
+    model(ids)
+    assert len(asked) == 1 and asked[0].shape == (2, 24, 4)
+
+    from engram_graft.read_ahead import read_ahead
+
+    def broken(rows: torch.Tensor) -> None:
+        raise OSError("the disk is gone")
+
+    read_ahead(broken, torch.tensor([1]))
+    _pool(os.getpid()).shutdown(wait=True)
+    _pool.cache_clear()
+    assert "the disk is gone" in caplog.text
+
+
+def test_the_sizes_in_the_stamp_are_those_of_the_files(tokenizer: Any, tmp_path: Path) -> None:
+    trained(tokenizer, None, tmp_path / "graft")
+    eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    stamp = json.loads((tmp_path / "tables" / "tables.json").read_text())
+    assert stamp["sizes"] == {path.stem: path.stat().st_size for path in (tmp_path / "tables").glob("*.bin")}
