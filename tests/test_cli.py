@@ -784,7 +784,7 @@ def test_checkpoints_hold_the_graft_and_not_the_base(base: Path, facts: Path, tm
     arguments = train_arguments(base, facts, tmp_path / "out", steps=2)
     assert run(*arguments, "--set", "train.save_steps=1").code == 0
     saved = {path.name for path in (tmp_path / "out" / "checkpoint-1").iterdir()}
-    assert {"engram.safetensors", "engram_config.json", "optimizer.pt", "trainer_state.json"} <= saved
+    assert {"engram.safetensors", "engram_config.json", "optimizer.safetensors", "trainer_state.json"} <= saved
     assert not {"model.safetensors", "pytorch_model.bin"} & saved
 
 

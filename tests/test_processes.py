@@ -15,7 +15,14 @@ from test_resume import lines, plan  # noqa: F401 (a fixture)
 
 def launch(processes: int, recipe: Path, output: Path, **options: Any) -> None:
     """Train in `processes` processes on the CPU (gloo)."""
-    settings = {"train.max_steps": 6, "train.save_steps": 3, "lora.dropout": 0.0, "train.recall_every": 3, **options}
+    settings = {
+        "train.max_steps": 6,
+        "train.save_steps": 3,
+        "lora.dropout": 0.0,
+        "train.recall_every": 3,
+        "train.learning_rate": 2e-3,
+        **options,
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     command += ["-m", "engram_graft.cli", "train", "--recipe", str(recipe), "--output", str(output), "--no-probe"]
     for name, value in settings.items():
@@ -53,6 +60,6 @@ def test_case_31_two_processes_equal_one_with_the_same_global_batch(options: dic
         assert abs(a["loss"] - b["loss"]) < 1e-5 and a["rows_touched"] == b["rows_touched"]
     half = load_file(tmp_path / "run1" / "checkpoint-3" / "engram.safetensors")
     moved = (half["layers.1.value_proj.weight"] - one["layers.1.value_proj.weight"]).abs().max()
-    assert moved > 1e-3, "control: three steps more are further away than two processes are"
+    assert moved > 1e-4, "control: three steps more are further away than two processes are"
     if "table_tier" in options:
         assert {path.name for path in (tmp_path / "tables2").iterdir()} == {"rank0", "rank1"}
