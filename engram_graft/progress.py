@@ -70,8 +70,8 @@ class Metrics(TrainerCallback):
     """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured; step,
     eval_loss and seconds of an evaluation."""
 
-    def __init__(self, path: Path, progress: Progress, table_rate_multiplier: float):
-        self.path, self.progress, self.table_rate_multiplier = path, progress, table_rate_multiplier
+    def __init__(self, path: Path, progress: Progress):
+        self.path, self.progress = path, progress
         self.last: dict[str, Any] = {}
         self.start = time.perf_counter()
         self.tokens_before = 0  # seen before this process went on with the run
@@ -86,22 +86,13 @@ class Metrics(TrainerCallback):
             self.start -= json.loads(kept[-1])["seconds"] if kept else 0
         self.path.write_text("".join(kept), encoding="utf-8")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "eval_loss" in logs:
             self._write({"step": state.global_step, "eval_loss": logs["eval_loss"]})
         if not logs or "loss" not in logs:
             return
-        # from the optimizer's own count: telemetry must not cost what the table does
-        tables = [group for group in optimizer.param_groups if group["table"]]
-        touched = sum(optimizer.state.get(table, {}).get("touched", 0) for group in tables for table in group["params"])
-        line = {
-            "step": state.global_step,
-            "loss": logs["loss"],
-            "learning_rate": logs["learning_rate"],
-            "table_rate": logs["learning_rate"] * self.table_rate_multiplier,
-            "grad_norm": logs.get("grad_norm"),
-            "rows_touched": touched,
-        }
+        names = ("loss", "learning_rate", "table_rate", "grad_norm", "rows_touched")
+        line = {"step": state.global_step, **{name: logs.get(name) for name in names}}
         recall = state.__dict__.pop("engram_recall", None)
         if recall is not None:
             line["recall"] = recall

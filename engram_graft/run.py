@@ -83,7 +83,7 @@ def train(
                     (files / "identity.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         recall = RecallProbe(tokenizer, questions, options) if questions and options.recall_every else None
         progress = Progress(options.max_steps)
-        metrics = Metrics(output / "metrics.jsonl", progress, options.table_rate_multiplier)
+        metrics = Metrics(output / "metrics.jsonl", progress)
         trainer = EngramTrainer(
             model=model,
             args=arguments,

@@ -111,6 +111,14 @@ class EngramTrainerMixin(_Base):
         self.accelerator.unscale_gradients()
         return clip_grad_norm(parameters, max_norm)
 
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        if "loss" in logs and self.optimizer is not None:
+            # from the optimizer's own count: telemetry must not cost what the table does
+            tables = [table for group in self.optimizer.param_groups if group["table"] for table in group["params"]]
+            logs["rows_touched"] = sum(self.optimizer.state.get(table, {}).get("touched", 0) for table in tables)
+            logs["table_rate"] = logs["learning_rate"] * self.table_rate_multiplier
+        super().log(logs, *args)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
         if dist.is_available() and dist.is_initialized() and self.accelerator.sync_gradients:

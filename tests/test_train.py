@@ -1,5 +1,6 @@
 """Training: refuses what is no identity, learns, moves nothing of the base, writes what it measured, resumes bit for bit."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,16 @@ import pytest
 import torch
 from conftest import TINY_ENGRAM, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments
 
 import engram_graft as eg
 from engram_graft.data import Data, Fact
 from engram_graft.encode import Collator, encode_facts
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.grafted import memories
-from engram_graft.optim import EngramAdamW
+from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import is_memory
 from engram_graft.probes import run_probes
 from engram_graft.recipe import Recipe, load_recipe
@@ -112,8 +114,6 @@ def test_plain_text_is_learnt_too(fresh: nn.Module, tokenizer: Any) -> None:
 
 
 def test_only_the_train_split_is_trained(fresh: nn.Module, tokenizer: Any) -> None:
-    import dataclasses
-
     held_out = Data(facts=tuple(dataclasses.replace(fact, split="test") for fact in FACTS.facts))
     with pytest.raises(UserError, match='split "train"'):
         eg.train(fresh, tokenizer, recipe(), held_out)
@@ -272,3 +272,62 @@ def test_a_float16_memory_is_not_trained(tokenizer: Any) -> None:
 def test_what_the_train_section_owns_cannot_be_set_behind_its_back(name: str, fresh: nn.Module, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=f"train.trainer sets {name}"):
         eg.train(fresh, tokenizer, recipe(trainer={name: 1}), FACTS)
+
+
+def test_what_is_logged_reaches_tensorboard_with_rows_and_table_rate(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    eg.train(fresh, tokenizer, recipe(tmp_path / "out", max_steps=3, trainer={"report_to": ["tensorboard"]}), FACTS)
+    (directory,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
+    events = EventAccumulator(str(directory)).Reload()
+    assert {"train/loss", "train/rows_touched", "train/table_rate"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("train/rows_touched")] == [1, 2, 3]
+
+
+def test_held_out_facts_are_evaluated_and_the_best_checkpoint_wins_by_early_stopping(
+    fresh: nn.Module, tokenizer: Any, tmp_path: Path
+) -> None:
+    facts = tuple(dataclasses.replace(fact, split="validation" if fact.id == "3" else "train") for fact in FACTS.facts)
+    every = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    plan = recipe(tmp_path / "out", max_steps=60, save_steps=2, trainer=every, learning_rate=0.05)
+    result = eg.train(fresh, tokenizer, plan, Data(facts=facts), callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    best = min(losses, key=lambda step: losses[step])
+    assert result["steps"] == max(losses) == best + 4 < 60, "two evaluations without a better one end it"
+    kept, end = (load_file(tmp_path / "out" / where / "engram.safetensors") for where in (f"checkpoint-{best}", "."))
+    assert all(torch.equal(kept[name], end[name]) for name in kept)
+
+
+def test_a_share_of_the_text_is_held_out(fresh: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
+    data = Data(texts=("the cats sleep in the hills and the river rises in the sun " * 8,))
+    every = {"eval_strategy": "steps", "eval_steps": 2}
+    eg.train(fresh, tokenizer, recipe(tmp_path, max_steps=4, block_size=16, validation=0.25, trainer=every), data)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    with pytest.raises(UserError, match=r"train.validation=0.01: of \d+ blocks"):
+        eg.train(fresh, tokenizer, recipe(block_size=16, validation=0.01), data)
+
+
+def test_a_gradient_scaler_unscales_rows_and_skips_a_step_that_overflows() -> None:
+    for scale in (1.0, 1024.0):
+        parameter = nn.Parameter(torch.zeros(8, 3))
+        optimizer = EngramAdamW([{"params": [parameter], "table": True, "lr": 0.1, "weight_decay": 0.0}])
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        loss = nn.functional.embedding(torch.tensor([1, 5, 5]), parameter, sparse=True).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm([parameter], 1e-4)
+        scaler.step(optimizer)
+        scaler.update()
+        assert norm == pytest.approx((3 * 1 + 3 * 4) ** 0.5) and parameter[[1, 5]].abs().min() > 0.09, scale
+        assert parameter.grad is not None and float(parameter.grad.coalesce().values().norm()) == pytest.approx(1e-4, rel=1e-3)
+        before = parameter.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.embedding(torch.tensor([2]), parameter, sparse=True).sum() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(parameter, before) and scaler.get_scale() < scale, "an overflow moves nothing"
