@@ -1,82 +1,106 @@
-"""`engram-graft bench`: what the memory costs at inference on this machine, against the ungrafted base, in one run."""
+"""`engram-graft bench`: what a memory costs on this machine, as a table, bench.json and a picture."""
 
-import statistics
-import time
+import json as json_
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Dtype, Json, emit, examples, parse_layers, pick_device, quiet
+from engram_graft.cli.common import Device, Dtype, Json, emit, examples, parse_layers, pick_device, quiet, say
 from engram_graft.errors import UserError
 
-HELP_END = examples("engram-graft bench --base smollm2 --layers 2,6", "engram-graft bench --base smollm2 --rounds 9 --json")
-PROMPT_TOKENS, STEPS = 64, 24
+HELP_END = examples(
+    "engram-graft bench --base smollm2 --layers 2,6",
+    "engram-graft bench --base smollm2 --rows 100000,100000000 --rounds 9 --json",
+    "engram-graft bench --base smollm2 --table-dir /scratch/tables --mapped-rows 1000000000 --output runs/bench",
+)
 
 
 def command(
     base: Annotated[str, typer.Option(help="Hub id, directory, .gguf file or alias.")],
     layers: Annotated[str, typer.Option(help="Layers that get a memory, counted from 0.")] = "2,6",
-    rounds: Annotated[int, typer.Option(help="Times that base and graft take turns.")] = 5,
+    rows: Annotated[
+        str, typer.Option(help="Table sizes whose training steps are compared: rows of all tables together.")
+    ] = "100000,1000000,10000000,100000000",
+    table_dir: Annotated[
+        str | None, typer.Option(help="Also compare tables in files of this directory with tables in memory.")
+    ] = None,
+    mapped_rows: Annotated[
+        int | None, typer.Option(help="Rows of the tables in files.", show_default="the largest of --rows")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Times that the sides take turns.")] = 5,
+    output: Annotated[str | None, typer.Option(help="Directory for bench.json and bench.png.")] = None,
     dtype: Dtype = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Time one decode step and the prefill of a prompt, grafted over ungrafted: medians of turns taken in one run."""
+    """Time decoding, hashing and training steps, and weigh the tables: ratios of turns taken in one run, medians."""
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: must be 1 or more")
+    try:
+        sizes = [int(float(size)) for size in rows.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1000:
+        raise UserError(f"--rows {rows!r}: give numbers of 1000 or more with commas between, e.g. 100000,1e8")
+    if mapped_rows is not None and (table_dir is None or mapped_rows < 1000):
+        raise UserError(f"--mapped-rows {mapped_rows}: must be 1000 or more, with --table-dir")
     quiet()
-    import torch
-
+    from engram_graft import timing
     from engram_graft.bases import load_base
-    from engram_graft.config import EngramConfig
-    from engram_graft.grafted import memories
-    from engram_graft.hooks import graft, ungraft
 
     model: Any
     model, tokenizer = load_base(base, dtype or "float32")
     model.to(pick_device(device))
-    config = EngramConfig(layer_ids=tuple(parse_layers(layers)))
-    times: dict[str, dict[str, list[float]]] = {side: {"prefill": [], "step": []} for side in ("base", "graft", "silent")}
-    _time(model)  # warm-up
-    for _ in range(rounds):
-        for side in times:
-            if side != "base":
-                graft(model, tokenizer, config)
-                for memory in memories(model):  # every n-gram known, the dearest case; or none, the common one
-                    memory.table.touch(torch.arange(len(memory.table.weight) if side == "graft" else 0))
-            for part, seconds in zip(("prefill", "step"), _time(model), strict=True):
-                times[side][part] += seconds
-            if side != "base":
-                ungraft(model)
-    report: dict[str, Any] = {"base": base, "rounds": rounds, "prompt_tokens": PROMPT_TOKENS}
-    for part in ("prefill", "step"):
-        ms = {side: 1e3 * statistics.median(times[side][part]) for side in times}
-        report[part] = {f"{side}_ms": value for side, value in ms.items()}
-        report[part] |= {"ratio": ms["graft"] / ms["base"], "silent_ratio": ms["silent"] / ms["base"]}
+    places = parse_layers(layers)
+    report: dict[str, Any] = {"base": base, "rounds": rounds, "prompt_tokens": timing.PROMPT_TOKENS}
+    say("decoding  grafted and bare in turns")
+    report |= timing.overhead(model, tokenizer, places, rounds)
+    report["hashing"] = timing.hashing(model, tokenizer, places, rounds)
+    say("training  steps of 512 tokens on tables of each size in turns")
+    report["training"] = timing.steps_by_rows(model, tokenizer, places, sizes, rounds)
+    if table_dir is not None:
+        say("files     filling tables in files, then files and memory in turns")
+        mapped = mapped_rows or max(sizes)
+        report["tiers"] = timing.tiers(model, tokenizer, places, min(mapped, max(sizes)), mapped, Path(table_dir), rounds)
+    if output is not None:
+        from engram_graft.cli.bench_plot import plot
+        from engram_graft.output import all_or_nothing
+
+        with all_or_nothing(output) as files:
+            (files / "bench.json").write_text(json_.dumps(report, indent=1) + "\n", encoding="utf-8")
+            plot(report, files / "bench.png")
     if json:
         emit(report)
-        return
-    for part, what in (("step", "one decode step"), ("prefill", f"prefill of {PROMPT_TOKENS} tokens")):
+    else:
+        _show(report)
+
+
+def _show(report: dict[str, Any]) -> None:
+    for part, what in (("step", "one decode step"), ("prefill", f"prefill of {report['prompt_tokens']} tokens")):
         row = report[part]
-        print(f"{what:<24}base {row['base_ms']:8.2f} ms")
+        print(f"{what:<26}base {row['base_ms']:8.2f} ms")
         for side, of, key in (("graft", "every n-gram known", "ratio"), ("silent", "no n-gram known", "silent_ratio")):
-            print(f"{'  ' + of:<24}graft{row[side + '_ms']:8.2f} ms   graft/base {row[key]:.3f}")
-
-
-def _time(model: Any) -> tuple[list[float], list[float]]:
-    """Seconds of one prefill, and of each of the decode steps that follow it."""
-    import torch
-    from transformers import DynamicCache
-
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (1, PROMPT_TOKENS + STEPS), generator=torch.Generator().manual_seed(0)).to(model.device)
-    cache, seconds, at = DynamicCache(config=model.config), [], 0
-    with torch.no_grad():
-        for length in [PROMPT_TOKENS] + [1] * STEPS:
-            start = time.perf_counter()
-            model(input_ids=ids[:, at : at + length], past_key_values=cache, use_cache=True)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-            at += length
-    return seconds[:1], seconds[1:]
+            print(f"{'  ' + of:<26}graft{row[side + '_ms']:8.2f} ms   graft/base {row[key]:.3f}")
+    hashing = report["hashing"]
+    print(
+        f"hashing, one thread       {hashing['us_per_token']:.3f} us a token for {hashing['rows_per_token']} rows "
+        f"(host path {hashing['host_us_per_token']:.3f})"
+    )
+    print("training step, 512 tokens")
+    for size in report["training"]["sizes"]:
+        print(
+            f"  {size['rows']:>13,} rows      {size['step_ms']:8.0f} ms   tables {size['table_bytes'] / 1e6:8,.0f} MB, memory beyond the "
+            f"base {size['memory_bytes'] / 1e6:8,.0f} MB, {size['rows_touched']:,} rows touched"
+        )
+    print(f"  slowest/fastest         {report['training']['ratio']:.3f}")
+    if tiers := report.get("tiers"):
+        print(
+            f"tables in files           {tiers['mapped_bytes'] / 1e9:.1f} GB, in memory {tiers['resident_bytes'] / 1e9:.1f} GB; tokens a "
+            "second"
+        )
+        for part in ("training", "inference", "decoding"):
+            entry = tiers[part]
+            print(
+                f"  {part:<24}files {entry['mapped']:8.1f}   memory {entry['resident']:8.1f}   files/memory {entry['ratio']:.3f}"
+            )

@@ -118,8 +118,9 @@ class NgramHash(nn.Module):
         orders = self.multipliers.shape[1] - 1
         moduli = self.primes.unflatten(1, (orders, -1))  # (L, orders, heads)
         mix = window.back(compressed, 0, self.pad)[..., None] * self.multipliers[:, 0]  # (B, T, L)
-        rows = []
+        mixes = []
         for n in range(1, orders + 1):
             mix = mix ^ (window.back(compressed, n, self.pad)[..., None] * self.multipliers[:, n])
-            rows.append(torch.remainder(mix[..., None], moduli[:, n - 1]))
-        return torch.cat(rows, -1) + self.offsets
+            mixes.append(mix)
+        rows = torch.remainder(torch.stack(mixes, -1)[..., None], moduli)  # (B, T, L, orders, heads): nearly all of the time
+        return rows.add_(self.offsets.view_as(moduli)).flatten(-2)

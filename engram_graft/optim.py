@@ -135,13 +135,14 @@ class EngramAdamW(torch.optim.AdamW):
             self.state[parameter]["step"] = entry["step"].clone()
 
     def prefetch(self, table: nn.Parameter, rows: Tensor) -> None:
-        """Read the state of `rows`, so that it is in memory when the step comes."""
+        """Ask for the state of `rows` to be read, so that it is in memory when the step comes; waits for their positions."""
         state = self.state.get(table)
         if state:
+            self.storage.prefetch(self._name(table, "position"), rows, state["position"].itemsize)
             at = state["position"][rows].long() - 1
-            at = at[(at >= 0) & (at < len(state["exp_avg"]))]
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key][at]
+            at = at[at >= 0]
+            for key in _ROWS if len(at) else ():
+                self.storage.prefetch(self._name(table, key), at, state[key][0].nbytes)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

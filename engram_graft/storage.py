@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engram_graft.errors import UserError
 
+PAGE = mmap.PAGESIZE
 STAMP = "tables.json"  # what the files of a directory hold, once they hold all of it
 
 
@@ -60,6 +61,9 @@ class Resident:
         """An array for passing use."""
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def prefetch(self, name: str, index: Tensor, itemsize: int) -> None:
+        """Ask for the items `index` of an array, each `itemsize` bytes, to be read; does not wait."""
+
     def settle(self) -> None:
         """Called once the arrays hold all that they were made for."""
 
@@ -90,6 +94,7 @@ class Mapped(Resident):
         except OSError as error:
             raise UserError(f"table directory {directory}: cannot be used ({error.strerror})") from error
         self.sizes: dict[str, int] = {}  # bytes of each file by its name
+        self._files: dict[str, _Handle] = {}
         self.filled = False
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a stamp that a killed run half wrote is none
             stamp = json.loads(text)
@@ -113,6 +118,7 @@ class Mapped(Resident):
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         path, size = self.directory / f"{name}.bin", math.prod(shape) * dtype.itemsize
         if not self.filled:
+            self._files.pop(name, None)
             with _explained(path):
                 path.unlink(missing_ok=True)  # an older mapping of it stays what it was
             try:
@@ -137,6 +143,15 @@ class Mapped(Resident):
         path = self.directory / f"{name}.bin"
         self.sizes[name] = length * math.prod(array.shape[1:]) * array.dtype.itemsize
         return _map(path, (length, *array.shape[1:]), array.dtype, os.O_RDWR | os.O_CREAT)
+
+    def prefetch(self, name: str, index: Tensor, itemsize: int) -> None:
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = _Handle(os.open(self.directory / f"{name}.bin", os.O_RDONLY))
+        first = index.reshape(-1) * itemsize
+        pages = torch.cat([first // PAGE, (first + itemsize - 1) // PAGE]).unique()
+        for page in pages.tolist():
+            os.posix_fadvise(file.number, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         with _explained(self.directory):

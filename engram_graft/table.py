@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engram_graft.errors import UserError
-from engram_graft.read_ahead import read_ahead
+from engram_graft.read_ahead import in_background
 from engram_graft.storage import Resident
 
 _WORD = 2**64
@@ -113,7 +113,9 @@ class EngramTable(nn.Module):
         """Start reading `rows` if they are in files; while not training only those that were looked up, for no other is read."""
         if self.storage.on_disk:
             here = rows.reshape(-1).to(self.weight.device)
-            read_ahead(self.weight.detach().__getitem__, here if self.training else here[self.is_seen(here)])
+            here = here if self.training else here[self.is_seen(here)]
+            if len(here):
+                in_background(self.storage.prefetch, self.name, here, self.weight.shape[1] * self.weight.itemsize)
 
     def known(self, rows: Tensor) -> Tensor:
         """bool `[B, T, orders]`: the n-grams whose rows `[B, T, orders*heads]` were all looked up in training."""

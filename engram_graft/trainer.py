@@ -1,6 +1,5 @@
 """Training a graft on the Hugging Face Trainer: what row-sparse gradients, several processes and bit-exact resuming need there."""
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
 from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
-from engram_graft.read_ahead import read_ahead
+from engram_graft.read_ahead import in_background
 from engram_graft.training_state import OPTIMIZER_FILE, load_optimizer, save_optimizer, written_beside
 
 if TYPE_CHECKING:
@@ -190,5 +189,5 @@ class Prefetching:
             memory.table.prefetch(of_layer)
             if self.trainer.optimizer is not None:
                 optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
-                read_ahead(functools.partial(optimizer.prefetch, memory.table.weight), of_layer)
+                in_background(optimizer.prefetch, memory.table.weight, of_layer)
         return batch

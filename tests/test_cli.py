@@ -788,13 +788,27 @@ def test_checkpoints_hold_the_graft_and_not_the_base(base: Path, facts: Path, tm
     assert not {"model.safetensors", "pytorch_model.bin"} & saved
 
 
-def test_bench_times_graft_and_base_in_one_run(base: Path) -> None:
-    ran = run("bench", "--base", base, "--layers", "1,2", "--rounds", "2", "--json")
+def test_bench_measures_each_part_in_one_run_and_draws_it(base: Path, tmp_path: Path) -> None:
+    small = ["--base", base, "--layers", "1,2", "--rounds", "1", "--rows", "10000,20000"]
+    ran = run("bench", *small, "--table-dir", tmp_path / "tables", "--mapped-rows", 40000, "--output", tmp_path / "out", "--json")
     report = json.loads(ran.out)
-    assert ran.code == 0 and report["rounds"] == 2
+    assert ran.code == 0 and report["rounds"] == 1, ran.err
     for part in ("step", "prefill"):
         row = report[part]
         assert row["base_ms"] > 0 and row["ratio"] == pytest.approx(row["graft_ms"] / row["base_ms"])
-    ran = run("bench", "--base", base, "--layers", "1,2", "--rounds", "1")
-    assert ran.code == 0 and "graft/base" in ran.out
+    assert 0 < report["hashing"]["us_per_token"] < 10 and report["hashing"]["rows_per_token"] == 32
+    sizes = report["training"]["sizes"]
+    assert [round(size["rows"], -4) for size in sizes] == [10000, 20000] and all(size["rows_touched"] > 500 for size in sizes)
+    steps = [size["step_ms"] for size in sizes]
+    assert report["training"]["ratio"] == pytest.approx(max(steps) / min(steps))
+    assert report["tiers"]["mapped_bytes"] > 1.5 * report["tiers"]["resident_bytes"]
+    for part in ("training", "inference", "decoding"):
+        entry = report["tiers"][part]
+        assert entry["ratio"] == pytest.approx(entry["mapped"] / entry["resident"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json", "bench.png"}
+    assert json.loads((tmp_path / "out" / "bench.json").read_text()) == report
+    ran = run("bench", *small)
+    assert ran.code == 0 and "graft/base" in ran.out and "slowest/fastest" in ran.out
+    refused(run("bench", "--base", base, "--rows", "10,x"), "--rows '10,x'")
+    refused(run("bench", "--base", base, "--mapped-rows", "5000"), "with --table-dir")
     refused(run("bench", "--base", base, "--rounds", "0"), "--rounds 0")

@@ -16,7 +16,7 @@ import engram_graft as eg
 from engram_graft.errors import UserError
 from engram_graft.files import memory_tensors
 from engram_graft.grafted import memories
-from engram_graft.read_ahead import _pool
+from engram_graft.read_ahead import _reader, in_background
 from engram_graft.storage import Mapped, Resident
 
 CONFIG = {**TINY_ENGRAM, "seen_filter": True}
@@ -192,14 +192,12 @@ def test_rows_are_read_ahead_and_an_error_there_is_not_silent(
     model(ids)
     assert len(asked) == 1 and asked[0].shape == (2, 24, 4)
 
-    from engram_graft.read_ahead import read_ahead
-
     def broken(rows: torch.Tensor) -> None:
         raise OSError("the disk is gone")
 
-    read_ahead(broken, torch.tensor([1]))
-    _pool(os.getpid()).shutdown(wait=True)
-    _pool.cache_clear()
+    in_background(broken, torch.tensor([1]))
+    _reader(os.getpid()).shutdown(wait=True)
+    _reader.cache_clear()
     assert "the disk is gone" in caplog.text
 
 
@@ -208,3 +206,15 @@ def test_the_sizes_in_the_stamp_are_those_of_the_files(tokenizer: Any, tmp_path:
     eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
     stamp = json.loads((tmp_path / "tables" / "tables.json").read_text())
     assert stamp["sizes"] == {path.stem: path.stat().st_size for path in (tmp_path / "tables").glob("*.bin")}
+
+
+def test_read_ahead_asks_for_the_pages_of_exactly_these_items(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = Mapped(tmp_path)
+    storage.empty("rows", (4000, 3), torch.float32, CPU)  # 12 bytes: some rows lie across two pages
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: asked.append((start, size, advice)))
+    storage.prefetch("rows", torch.tensor([0, 1, 341, 3000, 3000]), 12)
+    page = os.sysconf("SC_PAGE_SIZE")
+    expected = sorted({byte // page for row in (0, 1, 341, 3000) for byte in (row * 12, row * 12 + 11)})
+    assert asked == [(at * page, page, os.POSIX_FADV_WILLNEED) for at in expected]
+    assert len(expected) > 2, "control: row 341 lies across two pages"
