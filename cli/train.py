@@ -1,6 +1,7 @@
 """`engram-graft train`: check identity, train memory and LoRA, check decoding, probe, save; optionally export."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,6 +131,21 @@ def _resumed(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
     return asked
 
 
+@contextlib.contextmanager
+def _directory(output: str, resume: bool) -> Iterator[Path]:
+    """The run's directory: made, or as an earlier process left it. A run that stops with a checkpoint is told how to go on."""
+    from engram_graft.output import new_directory
+
+    exists = RANK > 0 or (resume and (Path(output) / "recipe.yaml").is_file())
+    try:
+        with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
+            yield directory
+    except BaseException:
+        if any(Path(output).glob("checkpoint-*")):
+            say(f"stopped   its last checkpoint is whole; go on with: engram-graft train --output {output} --resume")
+        raise
+
+
 def run(
     recipe: "Recipe", device: str | None = None, probe: bool = True, quietly: bool = False, resume: bool = False
 ) -> dict[str, Any]:
@@ -137,7 +153,7 @@ def run(
     if recipe.output is None:
         raise UserError("no output directory: pass --output, e.g. --output runs/mine, or set output in the recipe")
     from engram_graft.data import load_data
-    from engram_graft.output import new_directory, require_free
+    from engram_graft.output import require_free
 
     quiet()
     if recipe.data is None:
@@ -147,8 +163,7 @@ def run(
         require_free(recipe.merged)
         if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
             raise UserError(f"merged={recipe.merged}: is the output directory; the merged model needs one of its own")
-    ours = RANK > 0 or (resume and (Path(recipe.output) / "recipe.yaml").is_file())
-    with contextlib.nullcontext(Path(recipe.output)) if ours else new_directory(recipe.output) as output:
+    with _directory(recipe.output, resume) as output:
         import engram_graft as eg
         from engram_graft.verify import verify_decoding
 

@@ -101,6 +101,7 @@ def train(
         with progress:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - start
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # mixed precision is the training's, not the model's
         if recipe.output and lead:
             save_graft(model, output)
             if options.save_steps is None:

@@ -6,6 +6,7 @@ of any result: the code that reads and writes it is the same.
 
 import contextlib
 import fcntl
+import gc
 import json
 import math
 import mmap
@@ -108,11 +109,18 @@ class Mapped(Resident):
     def _locked(self) -> Any:
         """The open directory, which nobody else may change while we read it, or read while we change it."""
         handle = os.open(self.directory, os.O_RDONLY)
+        wanted = (fcntl.LOCK_SH if self.filled else fcntl.LOCK_EX) | fcntl.LOCK_NB
         try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if self.filled else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            raise UserError(f"table directory {self.directory}: in use by another run; give this one its own") from error
+            fcntl.flock(handle, wanted)
+        except OSError:
+            gc.collect()  # a model of this process that nobody has a name for any more may hold it
+            try:
+                fcntl.flock(handle, wanted)
+            except OSError as error:
+                os.close(handle)
+                raise UserError(
+                    f"table directory {self.directory}: in use by another run or another model; give this one its own"
+                ) from error
         return _Handle(handle)
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

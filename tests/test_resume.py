@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 import engram_graft as eg
 from engram_graft.errors import UserError
+from engram_graft.grafted import memories
 from engram_graft.trainer import EngramTrainer
 from engram_graft.training_state import OPTIMIZER_FILE, last_checkpoint, load_optimizer
 
@@ -226,3 +227,39 @@ def test_resume_keeps_the_options_of_the_run(plan: Path, tmp_path: Path) -> None
 def test_resume_of_a_run_that_has_not_begun_starts_it(plan: Path, tmp_path: Path) -> None:
     ran = run("train", "--recipe", plan, "--resume", "--steps", 2, "--no-probe")
     assert ran.code == 0 and (tmp_path / "out" / "engram.safetensors").is_file() and "resumed" not in ran.err
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on_and_does(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = EngramTrainer.training_step, []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(self.state.global_step)
+        if len(seen) == 12:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(EngramTrainer, "training_step", interrupted)
+    ran = run("train", "--recipe", plan, "--steps", 16, "--no-probe")
+    assert ran.code == 130 and f"engram-graft train --output {tmp_path / 'out'} --resume" in ran.err
+    ran = run("train", "--output", tmp_path / "out", "--resume", "--no-probe")
+    assert ran.code == 0 and "from the checkpoint of step 8" in ran.err and seen[12:] == list(range(8, 16))
+
+
+def test_tables_in_files_resume_to_the_same_bits_too(tokenizer: Any, tmp_path: Path) -> None:
+    def mapped(name: str) -> Any:
+        config = eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True})
+        return eg.graft(tiny_model(), tokenizer, config, tmp_path / name)
+
+    options = {"max_steps": 6, "save_steps": 2}
+    eg.train(mapped("a"), tokenizer, recipe(tmp_path / "whole", **options), FACTS)
+    model = mapped("b")
+    with pytest.raises(KeyboardInterrupt):
+        eg.train(model, tokenizer, recipe(tmp_path / "halves", **options), FACTS, callbacks=[Stop(3)])
+    with torch.no_grad():  # what the files held is of no account: the checkpoint has the rows
+        for memory in memories(model):
+            memory.table.weight.fill_(float("nan"))
+    del model, memory
+    eg.train(mapped("b"), tokenizer, recipe(tmp_path / "halves", **options), FACTS, resume=True)
+    assert same(tmp_path / "whole", tmp_path / "halves")

@@ -331,3 +331,18 @@ def test_a_gradient_scaler_unscales_rows_and_skips_a_step_that_overflows() -> No
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(parameter, before) and scaler.get_scale() < scale, "an overflow moves nothing"
+
+
+def test_after_mixed_precision_training_the_model_computes_as_its_reloaded_copy(
+    tokenizer: Any, tmp_path: Path, ids: Tensor, monkeypatch: Any
+) -> None:
+    def differs(name: str) -> bool:
+        model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
+        result = eg.train(model, tokenizer, recipe(tmp_path / name, max_steps=30, trainer={"bf16": True}), FACTS)
+        assert result["recall"] > 0.5
+        loaded, _ = eg.load_graft(tmp_path / name, base=tiny_model(), tokenizer=tokenizer)
+        return not torch.equal(model(ids).logits, loaded(ids).logits)
+
+    assert not differs("out")
+    monkeypatch.setattr("accelerate.Accelerator.unwrap_model", lambda self, model, **options: model)
+    assert differs("control")
