@@ -35,7 +35,7 @@ def command(
         return
     for key, value in report.items():
         if not isinstance(value, list):
-            print(f"{key:<18}{value:,}" if isinstance(value, int) else f"{key:<18}{value}")
+            print(f"{key:<18}{value:,}" if type(value) is int else f"{key:<18}{value}")
     _print_layers(report["layers"])
 
 

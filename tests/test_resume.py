@@ -198,7 +198,7 @@ def test_killed_at_random_moments_a_run_resumes_to_the_same_bits(plan: Path, tmp
         metrics, start = out / "metrics.jsonl", time.time()
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_mtime > start):
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, 1.2 / kills + 0.2))
+        time.sleep(moments.uniform(0, 0.6))
         if process.poll() is not None:
             break
         process.send_signal(signal.SIGKILL)
