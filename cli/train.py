@@ -1,6 +1,7 @@
 """`engram-graft train`: check identity, train memory and LoRA, check decoding, probe, save; optionally export."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,6 +156,11 @@ def run(
     from engram_graft.data import load_data
     from engram_graft.output import require_free
 
+    if recipe.train.trainer.get("fsdp") or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise UserError(
+            "FSDP: this command's checks and probes run in one process, which has a shard of the base only; call "
+            "engram_graft.train on every process and probe what it saves"
+        )
     quiet()
     if recipe.data is None:
         raise UserError("no training data: pass --data, a file of facts or text, or set data in the recipe")

@@ -27,6 +27,7 @@ from engram_graft.config import DTYPES
 from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
+from engram_graft.sharding import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,8 @@ def packaged(alias: Alias) -> Path | None:
 def fingerprint(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Any]:
     """What identifies a base: its shape, and a few values of tensors spread over its layers; adapters and memory are left out.
 
-    Compared with a tolerance (`check_base`), so that one base loaded in float32 and in bfloat16 is the same base.
+    Compared with a tolerance (`check_base`), so that one base loaded in float32 and in bfloat16 is the same base. Of a sharded base
+    every process has to ask.
 
     Args:
         of: names of the tensors to sample, where the base has them in floating point; by default every so manieth.
@@ -163,7 +165,7 @@ def fingerprint(model: nn.Module, of: Collection[str] | None = None) -> dict[str
 
 
 def _sample(tensor: torch.Tensor) -> list[float]:
-    flat = tensor.reshape(-1)
+    flat = whole(tensor).reshape(-1)
     at = torch.linspace(0, len(flat) - 1, _SAMPLES, dtype=torch.float64).long()
     return flat[at.to(flat.device)].float().tolist()
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engram_graft.bases import check_base, load_base
+from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.card import model_card
 from engram_graft.compress import TokenMap, compress, extend_lookup
 from engram_graft.config import DTYPES, EngramConfig
@@ -39,23 +40,33 @@ from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import embedding_weight, locate
 from engram_graft.output import all_or_nothing
 from engram_graft.params import adapter_names, is_memory
+from engram_graft.sharding import is_sharded, reshard, sharded_as, whole
 from engram_graft.storage import Mapped, Resident
 
 
 def save_graft(model: nn.Module, directory: str | Path) -> None:
     """Write the memory, and the PEFT adapters if there are any, to `directory`; the base is not written.
 
-    Files of the same names are replaced, each whole: a failure leaves what was there.
+    Files of the same names are replaced, each whole: a failure leaves what was there. Of a model that FSDP2 shards every process has
+    to call this, for adapters are gathered, and the first writes.
 
     Raises:
         UserError: the model has no memory, its adapters are not PEFT's "default" ones, or the directory cannot be written.
     """
     find_graft(model)
-    with all_or_nothing(directory) as scratch:
-        _require_savable(model)
-        peft = _peft_model(model)
+    _require_savable(model)
+    # on every process: `state_dict` does it where it is called, and the next forward pass would gather there alone
+    reshard(model)
+    peft, gathered, of_base = _peft_model(model), None, fingerprint(model)
+    if is_sharded(model):
         if peft is not None:
-            peft.save_pretrained(str(scratch), save_embedding_layers=False)
+            adapters = adapter_names(peft)
+            gathered = {name: whole(tensor.detach()) for name, tensor in peft.named_parameters() if name in adapters}
+        if dist.get_rank() > 0:
+            return
+    with all_or_nothing(directory) as scratch:
+        if peft is not None:
+            peft.save_pretrained(str(scratch), save_embedding_layers=False, state_dict=gathered)
         tensors = memory_tensors(model)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -63,7 +74,7 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
             metadata={"format": "pt"},
         )
         files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (scratch / name).exists()]
-        described = describe(model, {name: file_hash(scratch / name) for name in files})
+        described = describe(model, {name: file_hash(scratch / name) for name in files}, of_base=of_base)
         for name in {ADAPTER_FILE, ADAPTER_CONFIG} - set(files):  # of an older graft here that had LoRA
             (Path(directory) / name).unlink(missing_ok=True)
         (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -212,6 +223,19 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             raise UserError(f"the graft's tensors do not fit its config: {name}: {error}") from error
     for name, tensor in dense.items():
         tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, directory: Path) -> None:
+    """Give the adapters of a sharded model the tensors in `directory`, each process its part, where PEFT would load them whole."""
+    reshard(model)
+    own = get_peft_model_state_dict(_peft_model(model), save_embedding_layers=False)
+    stored = load_file(directory / ADAPTER_FILE)
+    if own.keys() != stored.keys():
+        odd = ", ".join(sorted(stored.keys() ^ own.keys())[:4])
+        raise UserError(f"{directory / ADAPTER_FILE}: does not fit the model's adapters: {odd}")
+    for name, tensor in own.items():
+        tensor.copy_(sharded_as(tensor, stored[name]))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

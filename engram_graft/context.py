@@ -3,7 +3,6 @@
 Built once per call by the decoder's hook and handed to the layers; nothing of a call is ever kept on the model.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,21 +19,19 @@ IDS_KEYWORD = "engram_input_ids"  # ids beside inputs_embeds
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params", "state")
 
 
-@dataclasses.dataclass
 class Context:
-    """Args:
-    rows: int64 `[B, T, layers, orders*heads]`.
-    window: the call's positions, with the cached ones before them.
-    ids: compressed ids `[B, past + T]`.
-    owner: the graft's mark.
-    recorded: whether the cache's state has taken this call's columns in.
+    """No dataclass: FSDP in mixed precision hands each layer its own copy of one, and `recorded` has to be the call's.
+
+    Args:
+        rows: int64 `[B, T, layers, orders*heads]`.
+        window: the call's positions, with the cached ones before them.
+        ids: compressed ids `[B, past + T]`.
+        owner: the graft's mark.
     """
 
-    rows: Tensor
-    window: Window
-    ids: Tensor
-    owner: str
-    recorded: bool = False
+    def __init__(self, rows: Tensor, window: Window, ids: Tensor, owner: str):
+        self.rows, self.window, self.ids, self.owner = rows, window, ids, owner
+        self.recorded = False  # whether the cache's state has taken this call's columns in
 
     def record(self, cache: Cache) -> DecodeState:
         """The cache's state, holding this call's ids: the first grafted layer to run writes them."""

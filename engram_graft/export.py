@@ -23,6 +23,7 @@ from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.output import new_directory
 from engram_graft.params import adapter_names, base_name
+from engram_graft.sharding import is_sharded
 from engram_graft.verify import TEXTS, unfiltered
 
 
@@ -37,12 +38,14 @@ def export_merged(
         likely token differs, "positions": positions compared, "bytes": size on disk}.
 
     Raises:
-        UserError: the directory is not empty, the base is quantized, or LoRA changes tied embeddings.
+        UserError: the directory is not empty, the base is quantized or sharded, or LoRA changes tied embeddings.
         PromiseError: what was reloaded is not what was written; the directory is removed.
     """
     find_graft(model)
     if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]i?B", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size={max_shard_size!r}: must look like 500MB or 5GB")
+    if is_sharded(model):
+        raise UserError("FSDP shards the model: save_graft on every process, then export what load_graft gives in one process")
     base = unwrap(model)
     _plain_weights(base)
     with new_directory(directory) as target:

@@ -52,8 +52,11 @@ def canonical_name(name: str) -> str:
     return f"layers.{layer[1]}.{layer[2]}"
 
 
-def describe(model: nn.Module, files: Mapping[str, str], merged: bool = False) -> dict[str, Any]:
-    """The contents of `engram_config.json`; `files` maps each safetensors file to its sha256."""
+def describe(
+    model: nn.Module, files: Mapping[str, str], merged: bool = False, of_base: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The contents of `engram_config.json`; `files` maps each safetensors file to its sha256, `of_base` is the base's fingerprint if
+    it is known."""
     ngram_hash, base = find_graft(model), unwrap(model)
     dtype = str(memories(model)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
     return {
@@ -67,7 +70,7 @@ def describe(model: nn.Module, files: Mapping[str, str], merged: bool = False) -
         "base": {
             "name": base.name_or_path,
             "dtype": str(base.dtype).removeprefix("torch."),
-            "fingerprint": fingerprint(model),
+            "fingerprint": fingerprint(model) if of_base is None else of_base,
         },
         "merged": merged,
         "files": dict(files),

@@ -18,6 +18,7 @@ from engram_graft.hashing import HashPlan, NgramHash
 from engram_graft.layer import Engram
 from engram_graft.locate import locate
 from engram_graft.params import adapter_names, is_memory
+from engram_graft.sharding import is_sharded
 from engram_graft.table import EngramTable
 
 _switch = threading.Lock()
@@ -39,7 +40,9 @@ class Graft(NgramHash):
 
 
 def require_bare(model: nn.Module) -> None:
-    """Raise `UserError` if the model carries a graft."""
+    """Raise `UserError` if the model carries a graft, or is sharded, so that its layers cannot be tried one by one."""
+    if is_sharded(model):
+        raise UserError("FSDP shards the model: graft it first, then shard it")
     if hasattr(locate(model).decoder, "engram_hash"):
         raise UserError("the model is grafted already: ungraft(model) first, or load the base anew")
 

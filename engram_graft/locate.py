@@ -55,7 +55,8 @@ def locate(model: nn.Module) -> Located:
     candidates = []
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) >= config.num_hidden_layers:
-            named = type(module[0]).__name__ in unsplittable
+            # FSDP2 puts a class of its own over a layer's
+            named = any(kind.__name__ in unsplittable for kind in type(module[0]).__mro__)
             if named or isinstance(module[0], GradientCheckpointingLayer):
                 candidates.append(((named, "." not in name, len(module) == config.num_hidden_layers), name, module))
     candidates.sort(key=lambda candidate: candidate[0], reverse=True)

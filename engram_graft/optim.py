@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram_graft.sharding import sharded, sharded_as, whole
 from engram_graft.storage import Resident
 
 _ROWS = {"rows": torch.int64, "row_step": torch.int32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -126,6 +127,9 @@ class EngramAdamW(torch.optim.AdamW):
         for index, parameter in zip(saved, parameters, strict=True):
             entry = state_dict["state"].get(index, {})
             if "rows" not in entry:
+                for key, value in self.state.get(parameter, {}).items():
+                    if torch.is_tensor(value) and value.shape == parameter.shape:  # saved whole
+                        self.state[parameter][key] = sharded_as(parameter, value)
                 continue
             self.state[parameter] = {}
             self._begin(parameter)
@@ -149,22 +153,27 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """Scale all gradients so that their joint 2-norm is at most `max_norm`, in place; sparse ones are clipped row by row.
 
     torch's own clip raises on sparse gradients. Sparse gradients are coalesced first: the norm of repeated rows is not the norm of
-    their sum, and scaling a coalesced copy would change nothing.
+    their sum, and scaling a coalesced copy would change nothing. Of gradients that FSDP2 shards the norm is that of all shards.
 
     Returns:
         The norm before clipping.
     """
-    values = []
+    values: list[Tensor] = []
+    norms: list[Tensor] = []  # of whole gradients
+    parts: list[Tensor] = []  # of sharded ones
     for parameter in parameters:
         if parameter.grad is None:
             continue
         if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-        values.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+        gradient: Any = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+        (parts if sharded(gradient) else norms).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        values.append(gradient.to_local() if sharded(gradient) else gradient)
     if not values:
         return torch.tensor(0.0)
-    norms = [torch.linalg.vector_norm(value, dtype=torch.float32).to(values[0].device) for value in values]
-    total = torch.linalg.vector_norm(torch.stack(norms))
+    if parts:  # stacked, so that processes talk once
+        norms.append(whole(torch.linalg.vector_norm(torch.stack(parts))))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(values[0].device) for norm in norms]))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for value in values:
         value.mul_(scale.to(value.device, value.dtype))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 import yaml
 from datasets import Dataset
@@ -24,6 +25,7 @@ from engram_graft.output import all_or_nothing
 from engram_graft.progress import Metrics, Progress, RecallProbe
 from engram_graft.recipe import Recipe, TrainOptions
 from engram_graft.scoring import keeps_logits
+from engram_graft.sharding import is_sharded
 from engram_graft.trainer import EngramTrainer
 from engram_graft.training_state import last_checkpoint
 from engram_graft.verify import verify_identity
@@ -102,11 +104,11 @@ def train(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - start
         trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # mixed precision is the training's, not the model's
-        if recipe.output and lead:
+        if recipe.output and (lead or is_sharded(model)):
             save_graft(model, output)
-            if options.save_steps is None:
-                for path in output.glob("checkpoint-*"):
-                    shutil.rmtree(path)
+        if recipe.output and lead and options.save_steps is None:
+            for path in output.glob("checkpoint-*"):
+                shutil.rmtree(path)
         trainer.accelerator.wait_for_everyone()
     model.eval()
     tokens = trainer.state.num_input_tokens_seen - metrics.tokens_before
@@ -170,7 +172,8 @@ def _arguments(options: TrainOptions, output: Path, model: nn.Module, saves: boo
         "label_names": ["labels"],
         "disable_tqdm": True,
         "dataloader_pin_memory": unwrap(model).device.type == "cuda",
-        "use_cpu": unwrap(model).device.type == "cpu",
+        # FSDP moves what it shards
+        "use_cpu": unwrap(model).device.type == "cpu" and not (options.trainer.get("fsdp") and torch.accelerator.is_available()),
     }
     if owned := sorted((settings.keys() | {"optim", "optim_args"}) & options.trainer.keys()):
         raise UserError(f"train.trainer sets {', '.join(owned)}: those are set by the train section's own options")

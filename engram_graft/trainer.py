@@ -10,9 +10,9 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from engram_graft.checkpoint import fill, save_graft
+from engram_graft.checkpoint import fill, fill_adapters, save_graft
 from engram_graft.errors import UserError
-from engram_graft.exchange import exchange_rows
+from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
 from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
 from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.optim import EngramAdamW, clip_grad_norm
@@ -46,6 +46,10 @@ class EngramTrainerMixin(_Base):
         self.lora_learning_rate = lora_learning_rate
         self._scratch: Path | None = None  # where a checkpoint is being written
         super().__init__(*args, **kwargs)
+        if self.args.fsdp or self.is_fsdp_enabled:
+            _keep_memory_whole(getattr(self.accelerator.state, "fsdp_plugin", None))
+        if getattr(self._model, "is_distributed_loading_by_transformers", False):
+            raise UserError("the base was sharded when it was loaded: load it whole and give TrainingArguments fsdp=True")
         self.args._n_gpu = min(self.args.n_gpu, 1)  # DataParallel's replicas would forget which rows they saw
         tables = [memory.table for memory in memories(self._model)]
         if tables[0].storage.on_disk:
@@ -118,10 +122,17 @@ class EngramTrainerMixin(_Base):
             logs["table_rate"] = logs["learning_rate"] * self.table_rate_multiplier
         super().log(logs, *args)
 
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the Trainer's clip for such cannot take sparse gradients; ours takes all
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        memory_parameters(self._model)  # a version of accelerate that shards them all the same is found out here
         loss = super().training_step(*args, **kwargs)
         if dist.is_available() and dist.is_initialized() and self.accelerator.sync_gradients:
-            exchange_rows([memory.table for memory in memories(self._model)])
+            if self.is_fsdp_enabled:
+                exchange_gradients(self._model)
+            else:
+                exchange_rows([memory.table for memory in memories(self._model)])
         return loss
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -143,14 +154,22 @@ class EngramTrainerMixin(_Base):
         if self.args.should_save:
             rotate_checkpoints(str(run), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.is_fsdp_enabled:
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir)  # the Trainer would gather the base first, which is not written
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.args.should_save:
+        if self.args.should_save or self.is_fsdp_enabled:
             save_graft(self._model, output_dir or str(self.args.output_dir))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        if self.args.should_save or self.is_fsdp_enabled:
+            save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_FILE, self.args.should_save)
         if self.args.should_save:
-            assert self.optimizer is not None and self.lr_scheduler is not None
-            save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_FILE)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -161,7 +180,9 @@ class EngramTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = model or self._model
-        if adapter_names(model):
+        if adapter_names(model) and self.is_fsdp_enabled:
+            fill_adapters(model, Path(resume_from_checkpoint))
+        elif adapter_names(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         fill(model, read_tensors(Path(resume_from_checkpoint), [TENSOR_FILE]))
 
@@ -172,6 +193,23 @@ class EngramTrainerMixin(_Base):
 
 class EngramTrainer(EngramTrainerMixin, Trainer):
     """transformers' Trainer for a grafted model; see `EngramTrainerMixin`."""
+
+
+def _keep_memory_whole(plugin: Any) -> None:
+    """Have accelerate shard the base without the memory. Raises `UserError` where the memory would be lost or cut."""
+    if plugin is None:
+        raise UserError(
+            "fsdp: accelerate shards on accelerators only, these processes are on CPUs: leave fsdp out and train with DDP"
+        )
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise UserError("fsdp version 1 would cut tables into its flat shards: use version 2 (fsdp_config={'version': 2})")
+    for option, instead in {
+        "cpu_ram_efficient_loading": "it would leave the memory without values; load the base on every process",
+        "activation_checkpointing": "it would hide the layers that carry a memory; use gradient_checkpointing=True",
+    }.items():
+        if getattr(plugin, option, False):
+            raise UserError(f"fsdp_config sets {option}: {instead}")
+    plugin.ignored_modules = "|".join(filter(None, [plugin.ignored_modules, r".*\.engram"]))
 
 
 class Prefetching:

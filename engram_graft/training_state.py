@@ -17,15 +17,23 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from engram_graft.errors import UserError, first_line
+from engram_graft.sharding import whole
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write an optimizer's state: tensors by "parameter.name", the parameter groups as JSON in the header."""
+def save_optimizer(optimizer: torch.optim.Optimizer, path: Path, lead: bool = True) -> None:
+    """Write an optimizer's state: tensors by "parameter.name", the parameter groups as JSON in the header.
+
+    Args:
+        lead: whether this process writes. State of sharded parameters is gathered: then every process has to call this.
+    """
     packed = optimizer.state_dict()
-    tensors = {f"{index}.{key}": value.contiguous() for index, entry in packed["state"].items() for key, value in entry.items()}
-    save_file(tensors, path, metadata={"param_groups": json.dumps(packed["param_groups"])})
+    tensors = {
+        f"{index}.{key}": whole(value).contiguous() for index, entry in packed["state"].items() for key, value in entry.items()
+    }
+    if lead:
+        save_file(tensors, path, metadata={"param_groups": json.dumps(packed["param_groups"])})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
