@@ -65,6 +65,8 @@ def exchange_rows(tables: Sequence[EngramTable]) -> None:
 
 def _gather(own: Tensor) -> list[Tensor]:
     """The tensors of all processes, in the order of their ranks; they may differ in length."""
+    home = own.device
+    own = own.cuda() if dist.get_backend() == "nccl" else own  # tables in files are on the CPU, NCCL speaks between GPUs
     lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(own)], device=own.device))
     longest = max(int(length) for length in lengths)
@@ -72,4 +74,4 @@ def _gather(own: Tensor) -> list[Tensor]:
     padded[: len(own)] = own
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded)
-    return [tensor[: int(length)] for tensor, length in zip(received, lengths, strict=True)]
+    return [tensor[: int(length)].to(home) for tensor, length in zip(received, lengths, strict=True)]

@@ -1,6 +1,8 @@
 """What `bench` measures. Ratios come from turns taken in one run, and a number is the median of its turns: machines are noisy."""
 
+import contextlib
 import copy
+import ctypes
 import gc
 import pydoc_data.topics
 import statistics
@@ -81,7 +83,6 @@ def steps_by_rows(
     about: dict[int, dict[str, Any]] = {}
     for turn in range(rounds + 1):
         for size in sizes:
-            gc.collect()
             before = _memory(model)
             graft(model, tokenizer, _config(layers, size))
             train = _Stepper(model)
@@ -240,4 +241,7 @@ def _seconds(work: Callable[[], object], model: Any = None) -> float:
 def _memory(model: nn.Module) -> int:
     """Bytes that the process holds, on the model's device."""
     device = unwrap(model).device
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what a step has freed
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else int(psutil.Process().memory_info().rss)
