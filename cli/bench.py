@@ -46,8 +46,8 @@ def command(
     if mapped_rows is not None and (table_dir is None or mapped_rows < 1000):
         raise UserError(f"--mapped-rows {mapped_rows}: must be 1000 or more, with --table-dir")
     quiet()
-    from engram_graft import timing
     from engram_graft.bases import load_base
+    from engram_graft.cli import bench_timing as timing
 
     model: Any
     model, tokenizer = load_base(base, dtype or "float32")

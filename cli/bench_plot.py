@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-INK, BLUE, ORANGE, GREY = "#222222", "#2b6cb0", "#dd6b20", "#a0aec0"
+from engram_graft.probes.plot import BLUE, GREY, INK, ORANGE, plt
 
 
 def plot(report: Mapping[str, Any], target: Path) -> None:
@@ -25,8 +20,11 @@ def plot(report: Mapping[str, Any], target: Path) -> None:
 
 def _step(axis: Any, report: Mapping[str, Any]) -> None:
     sizes = report["training"]["sizes"]
-    axis.plot([size["rows"] for size in sizes], [size["step_ms"] for size in sizes], color=BLUE, marker="o")
-    axis.set(title="Training step, 512 tokens", xscale="log", xlabel="rows of all tables", ylabel="ms", ylim=(0, None))
+    steps = [size["step_ms"] for size in sizes]
+    axis.plot([size["rows"] for size in sizes], steps, color=BLUE, marker="o")
+    axis.set(
+        title="Training step, 512 tokens", xscale="log", xlabel="rows of all tables", ylabel="ms", ylim=(0, 1.2 * max(steps))
+    )
 
 
 def _memory(axis: Any, report: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ def pick_device(device: str | None) -> str:
     import torch
 
     if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -137,14 +137,21 @@ def _directory(output: str, resume: bool) -> Iterator[Path]:
     """The run's directory: made, or as an earlier process left it. A run that stops with a checkpoint is told how to go on."""
     from engram_graft.output import new_directory
 
-    exists = RANK > 0 or (resume and (Path(output) / "recipe.yaml").is_file())
-    try:
-        with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
+    exists = RANK > 0 or (resume and _begun(Path(output)))
+    with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
+        try:
             yield directory
-    except BaseException:
-        if any(Path(output).glob("checkpoint-*")):
-            say(f"stopped   its last checkpoint is whole; go on with: engram-graft train --output {output} --resume")
-        raise
+        except BaseException:
+            if any(directory.glob("checkpoint-*")):
+                say(f"stopped   its last checkpoint is whole; go on with: engram-graft train --output {output} --resume")
+            raise
+
+
+def _begun(output: Path) -> bool:
+    """Whether a run was stopped here, be it before it had written its recipe."""
+    if not output.is_dir() or (output / "recipe.yaml").is_file():
+        return output.is_dir()
+    return all(path.name.startswith(".writing-") or path.name == "identity.json" for path in output.iterdir())
 
 
 def run(

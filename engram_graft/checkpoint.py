@@ -5,7 +5,7 @@ tokenizer and the base refuse the wrong ones.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,9 @@ from engram_graft.files import (
     ADAPTER_FILE,
     CONFIG_FILE,
     TENSOR_FILE,
-    canonical_name,
     describe,
     file_hash,
+    memory_parts,
     memory_tensors,
     read_graft,
 )
@@ -75,10 +75,10 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
         )
         files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (scratch / name).exists()]
         described = describe(model, {name: file_hash(scratch / name) for name in files}, of_base=of_base)
-        for name in {ADAPTER_FILE, ADAPTER_CONFIG} - set(files):  # of an older graft here that had LoRA
-            (Path(directory) / name).unlink(missing_ok=True)
         (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         (scratch / "README.md").write_text(model_card(Path(directory), described), encoding="utf-8")
+    for name in {ADAPTER_FILE, ADAPTER_CONFIG} - set(files):  # of an older graft here that had LoRA
+        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def load_graft(
@@ -138,7 +138,10 @@ def load_graft(
         files = [described["files"][name] for name in sorted(described["files"]) if name not in (ADAPTER_FILE, ADAPTER_CONFIG)]
         storage = Mapped(table_dir, None if trainable else " ".join(files))
     restore(model, config, plan, token_map, tensors, trainable, storage)
-    storage.settle()
+    if storage.on_disk and not trainable:
+        storage.settle()
+        for memory in memories(model):
+            memory.table.reopen()
     return model.eval(), tokenizer
 
 
@@ -193,7 +196,7 @@ def restore(
     """Attach a memory to `model` and give it these tensors. Strict: every tensor is there, none is over, shapes and dtypes are equal."""
     attach(locate(model), config, plan, token_map, storage or Resident())
     try:
-        fill(model, tensors)
+        fill(model, tensors, stored=storage is not None and storage.filled)
     except UserError:
         ungraft(model)
         raise
@@ -203,11 +206,19 @@ def restore(
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the memory of `model` these tensors (canonical names). Raises `UserError` that names each key that does not fit."""
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], stored: bool = False) -> None:
+    """Give the memory of `model` these tensors (canonical names), its rows unless they are `stored` in its files already.
+
+    Raises:
+        UserError: a key is missing, over, or does not fit; each is named.
+    """
     tables = {f"layers.{memory.layer_id}.table": memory.table for memory in memories(model)}
-    parts = {canonical_name(name): tensor for name, tensor in _named_tensors(model) if is_memory(name)}
-    dense = {name: tensor for name, tensor in parts.items() if name.rpartition(".")[0] not in tables}
+    dense = {
+        f"{part}.{name}": tensor
+        for part, module in memory_parts(model).items()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if not name.startswith("table.")
+    }
     own = dense.keys() | {f"{name}.{leaf}" for name in tables for leaf in ("rows", "values")}
     faults = [f"missing {name}" for name in own - tensors.keys()] + [f"unexpected {name}" for name in tensors.keys() - own]
     for name in dense.keys() & tensors.keys():
@@ -218,7 +229,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise UserError(f"the graft's tensors do not fit its config: {'; '.join(sorted(faults))}")
     for name, table in tables.items():
         try:
-            table.load_rows(tensors[f"{name}.rows"], tensors[f"{name}.values"])
+            table.load_rows(tensors[f"{name}.rows"], tensors[f"{name}.values"], stored)
         except UserError as error:
             raise UserError(f"the graft's tensors do not fit its config: {name}: {error}") from error
     for name, tensor in dense.items():
@@ -236,8 +247,3 @@ def fill_adapters(model: nn.Module, directory: Path) -> None:
         raise UserError(f"{directory / ADAPTER_FILE}: does not fit the model's adapters: {odd}")
     for name, tensor in own.items():
         tensor.copy_(sharded_as(tensor, stored[name]))
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -37,9 +37,15 @@ def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str,
     return described, config, tensors, _plan(directory, config, tensors)
 
 
+def memory_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the memory by the names they have on disk."""
+    return {"hash": find_graft(model)} | {f"layers.{memory.layer_id}": memory for memory in memories(model)}
+
+
 def memory_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of the memory by the names they have on disk: "hash.primes", "layers.2.value_proj.weight"."""
-    return {canonical_name(name): tensor for name, tensor in model.state_dict().items() if is_memory(name)}
+    parts = memory_parts(model)
+    return {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.state_dict().items()}
 
 
 def canonical_name(name: str) -> str:

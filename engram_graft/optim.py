@@ -33,6 +33,7 @@ class EngramAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Any, *args: Any, storage: Resident | None = None, **kwargs: Any):
         self.storage = storage or Resident()
+        self._names: dict[int, str] = {}  # of the tables' files, by the parameter's id
         super().__init__(params, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -41,6 +42,8 @@ class EngramAdamW(torch.optim.AdamW):
         if param_group["table"] and decay != 0:
             raise ValueError(f"weight_decay={decay} on a table: rows must only move when looked up, use 0")
         super().add_param_group(param_group)
+        for parameter in param_group["params"]:  # a list by now
+            self._names[id(parameter)] = f"optimizer{len(self._names)}"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -67,9 +70,9 @@ class EngramAdamW(torch.optim.AdamW):
         assert table.grad is not None
         gradient = table.grad.coalesce()
         rows, values = gradient.indices()[0], gradient.values().float()
-        state = self.state[table]
-        if not state:
+        if not self.state.get(table):
             self._begin(table)
+        state = self.state[table]
         state["step"] += 1
         at = self._positions(table, rows)
         beta1, beta2 = group["betas"]
@@ -84,13 +87,15 @@ class EngramAdamW(torch.optim.AdamW):
 
     def _begin(self, table: nn.Parameter) -> None:
         """The state of a table of which no row was touched."""
-        state = self.state[table]
-        state["step"] = torch.tensor(0.0)  # torch's own bookkeeping wants one; rows count theirs in row_step
-        state["touched"] = 0
+        state: dict[str, Any] = {
+            "step": torch.tensor(0.0),
+            "touched": 0,
+        }  # torch's bookkeeping wants a step; rows count in row_step
         state["position"] = self.storage.zeros(self._name(table, "position"), table.shape[:1], torch.int32, table.device)
         for key, dtype in _ROWS.items():
             shape = (0, table.shape[1]) if dtype is torch.float32 else (0,)
             state[key] = torch.zeros(shape, dtype=dtype, device=table.device)
+        self.state[table] = state  # whole, for `prefetch` reads it from another thread
 
     def _positions(self, table: nn.Parameter, rows: Tensor) -> Tensor:
         """Where the moments of `rows` lie; rows touched for the first time get a place at the end."""
@@ -106,8 +111,7 @@ class EngramAdamW(torch.optim.AdamW):
         return state["position"][rows].long() - 1
 
     def _name(self, table: nn.Parameter, key: str) -> str:
-        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        return f"optimizer{parameters.index(id(table))}.{key}"
+        return f"{self._names[id(table)]}.{key}"
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; a table's state is `rows`, `row_step`, `exp_avg` and `exp_avg_sq` of the rows touched."""
@@ -131,7 +135,6 @@ class EngramAdamW(torch.optim.AdamW):
                     if torch.is_tensor(value) and value.shape == parameter.shape:  # saved whole
                         self.state[parameter][key] = sharded_as(parameter, value)
                 continue
-            self.state[parameter] = {}
             self._begin(parameter)
             self._positions(parameter, entry["rows"].to(parameter.device))
             for key in _ROWS:

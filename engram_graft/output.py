@@ -53,14 +53,26 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
             yield scratch
         except (OSError, SafetensorError) as error:
             raise UserError(f"output {directory}: cannot be written ({first_line(error)})") from error
+        for path in scratch.rglob("*"):
+            sync(path)
         for path in sorted(scratch.iterdir()):
             if path.is_dir():
                 shutil.rmtree(target / path.name, ignore_errors=True)
             os.replace(path, target / path.name)
+        sync(target)
         made = []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _unmake(made)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, reach the disk: a rename can get there before what it renames."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _make(directory: Path) -> list[Path]:

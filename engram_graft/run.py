@@ -77,7 +77,14 @@ def train(
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(recipe.output or scratch)
         arguments = _arguments(options, output, model, bool(recipe.output))
+        if arguments.eval_strategy != "no" and held_out is None:
+            raise UserError(
+                f"eval_strategy={options.trainer['eval_strategy']}: nothing is held out to evaluate on; give facts the split "
+                '"validation", or hold out a share of text with train.validation=0.1'
+            )
         lead = arguments.process_index == 0
+        checkpoint = last_checkpoint(output, clean=lead) if resume else None
+        others = set(output.glob("checkpoint-*")) - {checkpoint}
         if recipe.output and lead:
             with all_or_nothing(output) as files:
                 (files / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False), encoding="utf-8")
@@ -98,7 +105,6 @@ def train(
         )
         for default in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
             trainer.remove_callback(default)
-        checkpoint = last_checkpoint(output) if resume else None
         start = time.perf_counter()
         with progress:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -107,7 +113,7 @@ def train(
         if recipe.output and (lead or is_sharded(model)):
             save_graft(model, output)
         if recipe.output and lead and options.save_steps is None:
-            for path in output.glob("checkpoint-*"):
+            for path in set(output.glob("checkpoint-*")) - others:
                 shutil.rmtree(path)
         trainer.accelerator.wait_for_everyone()
     model.eval()
@@ -138,6 +144,10 @@ def _examples(data: Data, tokenizer: PreTrainedTokenizerBase, options: TrainOpti
         )
         if not len(train):
             raise UserError('no fact has split "train": nothing to learn from')
+        if options.validation:
+            raise UserError(
+                f'train.validation={options.validation}: is for text; of facts, those with the split "validation" are held out'
+            )
         return train, validation if len(validation) else None
     blocks = encode_texts(data.texts, tokenizer, options.block_size)
     if not options.validation:

@@ -5,7 +5,6 @@ of any result: the code that reads and writes it is the same.
 """
 
 import contextlib
-import fcntl
 import gc
 import json
 import math
@@ -13,6 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engram_graft.errors import UserError
+from engram_graft.output import sync
 
 PAGE = mmap.PAGESIZE
 STAMP = "tables.json"  # what the files of a directory hold, once they hold all of it
@@ -89,39 +90,46 @@ class Mapped(Resident):
 
     def __init__(self, directory: str | Path, source: str | None = None):
         self.directory, self.source = Path(directory), source
+        self.sizes: dict[str, int] = {}  # bytes of each file by its name
+        self.filled = False
+        self._files: dict[str, _Handle] = {}
+        if not hasattr(os, "posix_fallocate"):
+            raise UserError(f"table directory {directory}: tables in files need Linux; keep them in memory here")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            text = (self.directory / STAMP).read_text() if (self.directory / STAMP).is_file() else ""
+            self._own = _Handle(os.open(self.directory, os.O_RDONLY))
         except OSError as error:
-            raise UserError(f"table directory {directory}: cannot be used ({error.strerror})") from error
-        self.sizes: dict[str, int] = {}  # bytes of each file by its name
-        self._files: dict[str, _Handle] = {}
-        self.filled = False
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a stamp that a killed run half wrote is none
+            raise UserError(f"table directory {directory}: cannot be used ({error.strerror}); give another") from error
+        self._lock(exclusive=False)
+        with _explained(self.directory / STAMP):
+            text = (self.directory / STAMP).read_text() if (self.directory / STAMP).is_file() else ""
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # no stamp, or one that is none of ours
             stamp = json.loads(text)
             if source is not None and stamp["source"] == source:
                 self.sizes, self.filled = dict(stamp["sizes"]), True
-        self._lock = self._locked()
         if not self.filled:
+            self._lock(exclusive=True)
             with _explained(self.directory):
                 (self.directory / STAMP).unlink(missing_ok=True)
+                for path in self.directory.glob("optimizer*.bin"):  # of an earlier run
+                    path.unlink()
 
-    def _locked(self) -> Any:
-        """The open directory, which nobody else may change while we read it, or read while we change it."""
-        handle = os.open(self.directory, os.O_RDONLY)
-        wanted = (fcntl.LOCK_SH if self.filled else fcntl.LOCK_EX) | fcntl.LOCK_NB
-        try:
-            fcntl.flock(handle, wanted)
-        except OSError:
-            gc.collect()  # a model of this process that nobody has a name for any more may hold it
+    def _lock(self, exclusive: bool) -> None:
+        """Keep others from changing what we read, or from reading what we change."""
+        import fcntl
+
+        wanted = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
+        with _explained(self.directory):
             try:
-                fcntl.flock(handle, wanted)
-            except OSError as error:
-                os.close(handle)
-                raise UserError(
-                    f"table directory {self.directory}: in use by another run or another model; give this one its own"
-                ) from error
-        return _Handle(handle)
+                fcntl.flock(self._own.number, wanted)
+            except BlockingIOError:
+                gc.collect()  # a model of this process that nobody has a name for any more may hold it
+                try:
+                    fcntl.flock(self._own.number, wanted)
+                except BlockingIOError as error:
+                    raise UserError(
+                        f"table directory {self.directory}: in use by another run or another model; give this one its own"
+                    ) from error
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         path, size = self.directory / f"{name}.bin", math.prod(shape) * dtype.itemsize
@@ -137,6 +145,10 @@ class Mapped(Resident):
                 raise
             self.sizes[name] = size
             return array
+        if name not in self.sizes:
+            raise UserError(
+                f"{self.directory}: its files hold a loaded graft and are only read; to train it, load it with trainable=True"
+            )
         found = path.stat().st_size if path.is_file() else 0
         if self.sizes.get(name) != size or found != size:
             raise UserError(
@@ -148,6 +160,8 @@ class Mapped(Resident):
     zeros = empty  # a new file reads as zeros
 
     def grown(self, name: str, array: Tensor, length: int) -> Tensor:
+        if not len(array):  # a new file
+            return self.empty(name, (length, *array.shape[1:]), array.dtype, array.device)
         path = self.directory / f"{name}.bin"
         self.sizes[name] = length * math.prod(array.shape[1:]) * array.dtype.itemsize
         return _map(path, (length, *array.shape[1:]), array.dtype, os.O_RDWR | os.O_CREAT)
@@ -171,10 +185,16 @@ class Mapped(Resident):
             os.unlink(path)  # the space is given back with the array
 
     def settle(self) -> None:
-        """Note that the files hold their source, so that they are used again."""
+        """Note that the files hold their source, so that they are used again; from here on they are only read."""
         if self.source is not None and not self.filled:
+            stamp = self.directory / f".{STAMP}"
             with _explained(self.directory):
-                (self.directory / STAMP).write_text(json.dumps({"source": self.source, "sizes": self.sizes}))
+                stamp.write_text(json.dumps({"source": self.source, "sizes": self.sizes}))
+                for path in [*(self.directory / f"{name}.bin" for name in self.sizes), stamp]:
+                    sync(path)
+                stamp.replace(self.directory / STAMP)
+            self.filled = True
+            self._lock(exclusive=False)
 
     def twin(self) -> "Resident":
         return _Unnamed(self)
@@ -204,9 +224,7 @@ class _Handle:
 
     def __init__(self, number: int):
         self.number = number
-
-    def __del__(self) -> None:
-        os.close(self.number)
+        weakref.finalize(self, os.close, number)
 
 
 def _map(path: Path, shape: tuple[int, ...], dtype: torch.dtype, flags: int) -> Tensor:

@@ -1,11 +1,11 @@
 """The memory's table: one row a head and hash value, which of them training has looked up, and the look-up itself.
 
 A row has an initial value that is a pure function of the seed, the layer and the row, and is written when training first looks it up;
-until then its place in the array is not read. So memory, files and copies follow the rows touched: `state_dict` holds these alone.
+until then what its place in the array holds is of no account. So memory, files and copies follow the rows touched: `state_dict` holds
+these alone.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engram_graft.errors import UserError
+from engram_graft.initial import initial_rows
 from engram_graft.read_ahead import in_background
 from engram_graft.storage import Resident
 
-_WORD = 2**64
 CHUNK = 2**20  # rows that are saved, loaded or copied at a time
 
 
@@ -32,7 +32,9 @@ class EngramTable(nn.Module):
         head_dim: channels of a row.
         n_head: heads an order has.
         seen_filter: filter at inference (never while learning).
+        dtype, device: of the rows; a table in files is on the CPU, and what it gives follows the rows asked for.
         seed: of the initial values; None starts every row at zero.
+        storage: memory by default.
         name: of the table's file, where `storage` has files.
     """
 
@@ -110,7 +112,7 @@ class EngramTable(nn.Module):
         return F.embedding(here, self.weight, sparse=True).to(rows.device)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Start reading `rows` if they are in files; while not training only those that were looked up, for no other is read."""
+        """Start reading `rows` if they are in files; while not training only those that were looked up, for no other counts."""
         if self.storage.on_disk:
             here = rows.reshape(-1).to(self.weight.device)
             here = here if self.training else here[self.is_seen(here)]
@@ -141,20 +143,11 @@ class EngramTable(nn.Module):
 
     @torch.no_grad()
     def initial(self, rows: Tensor) -> Tensor:
-        """The initial values `[..., head_dim]` of `rows`: mean 0, standard deviation 1; a function of seed and row alone.
-
-        The sum of four 16-bit numbers drawn by SplitMix64 from the channel's number: close to normal, and integers up to the last
-        step, so that every device, dtype and version of torch gives the same.
-        """
-        dim = self.weight.shape[1]
+        """The initial values `[..., head_dim]` of `rows`."""
+        dim, dtype = self.weight.shape[1], self.weight.dtype
         if self.seed is None:
-            return torch.zeros(*rows.shape, dim, dtype=self.weight.dtype, device=rows.device)
-        channels = rows[..., None] * dim + torch.arange(dim, device=rows.device)
-        word = _shifted_mix(channels * _signed(0x9E3779B97F4A7C15) + _signed(_mix64(self.seed)), 30) * _signed(0xBF58476D1CE4E5B9)
-        word = _shifted_mix(_shifted_mix(word, 27) * _signed(0x94D049BB133111EB), 31)
-        total = torch.stack([(word >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]).sum(0) - 2 * 0xFFFF
-        deviation = math.sqrt(4 * (2**32 - 1) / 12)
-        return (total.float() * (1 / deviation)).to(self.weight.dtype)
+            return torch.zeros(*rows.shape, dim, dtype=dtype, device=rows.device)
+        return initial_rows(rows, dim, self.seed, dtype)
 
     def seen_rows(self) -> Tensor:
         """int64 `[n]`, sorted: the rows that training has looked up."""
@@ -168,8 +161,9 @@ class EngramTable(nn.Module):
         return len(self.seen_rows())
 
     @torch.no_grad()
-    def load_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Make `rows` (int64 `[n]`, increasing) the ones that were looked up, with these values `[n, head_dim]`.
+    def load_rows(self, rows: Tensor, values: Tensor, stored: bool = False) -> None:
+        """Make `rows` (int64 `[n]`, increasing) the ones that were looked up, with these values `[n, head_dim]`, which the table's
+        file has already if `stored`.
 
         Raises:
             UserError: they are not increasing, or beyond the table, or not as many as the values.
@@ -185,7 +179,7 @@ class EngramTable(nn.Module):
         self.seen.zero_()
         for start in range(0, len(rows), CHUNK):
             at = rows[start : start + CHUNK].to(self.weight.device)
-            if not self.storage.filled:
+            if not stored:
                 self.weight[at] = values[start : start + CHUNK].to(self.weight.device)
             self._mark(at)
 
@@ -197,6 +191,10 @@ class EngramTable(nn.Module):
         for start in range(0, len(rows), CHUNK):
             values[start : start + CHUNK] = self.weight[rows[start : start + CHUNK]]
         return rows, values
+
+    def reopen(self) -> None:
+        """Map the table's file anew: once it is filled, what is written to rows stays this table's own."""
+        self.weight.data = self.storage.empty(self.name, tuple(self.weight.shape), self.weight.dtype, self.weight.device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}rows"], destination[f"{prefix}values"] = self.saved_rows()
@@ -248,22 +246,3 @@ def _pairs(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, len(rows) - 1, CHUNK):
         piece = rows[start : start + CHUNK + 1]
         yield piece[:-1], piece[1:]
-
-
-def _signed(word: int) -> int:
-    """A 64-bit word as int64 has it."""
-    word %= _WORD
-    return word - _WORD if word >= _WORD // 2 else word
-
-
-def _shifted_mix(word: Tensor, shift: int) -> Tensor:
-    """`word ^ (word >> shift)`, the shift one of unsigned words."""
-    return word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))
-
-
-def _mix64(word: int) -> int:
-    """SplitMix64's output function on a Python number."""
-    word = (word + 0x9E3779B97F4A7C15) % _WORD
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % _WORD
-    return word ^ (word >> 31)

@@ -15,6 +15,7 @@ from engram_graft.errors import UserError
 from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
 from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
 from engram_graft.grafted import find_graft, memories, trainable_parameters
+from engram_graft.hashing import HashPlan
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
 from engram_graft.read_ahead import in_background
@@ -50,7 +51,10 @@ class EngramTrainerMixin(_Base):
             _keep_memory_whole(getattr(self.accelerator.state, "fsdp_plugin", None))
         if getattr(self._model, "is_distributed_loading_by_transformers", False):
             raise UserError("the base was sharded when it was loaded: load it whole and give TrainingArguments fsdp=True")
+        if self.is_deepspeed_enabled:
+            raise UserError("DeepSpeed: its engine takes optimizer and checkpoints over; use DDP, or FSDP version 2")
         self.args._n_gpu = min(self.args.n_gpu, 1)  # DataParallel's replicas would forget which rows they saw
+        self._train_batch_size = self.args.train_batch_size  # the Trainer reckoned with all GPUs
         tables = [memory.table for memory in memories(self._model)]
         if tables[0].storage.on_disk:
             self.data_collator: Any = Prefetching(self.data_collator, self)
@@ -209,6 +213,8 @@ def _keep_memory_whole(plugin: Any) -> None:
     }.items():
         if getattr(plugin, option, False):
             raise UserError(f"fsdp_config sets {option}: {instead}")
+    if not isinstance(plugin.ignored_modules, str | None):
+        raise UserError("fsdp ignored_modules: give names as a pattern (a text), the memory's are added to it")
     plugin.ignored_modules = "|".join(filter(None, [plugin.ignored_modules, r".*\.engram"]))
 
 
@@ -221,11 +227,16 @@ class Prefetching:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.collate(examples)
-        rows = torch.from_numpy(self.plan.rows(batch["input_ids"].cpu().numpy()))  # (B, T, L, heads)
-        for memory in memories(self.trainer._model):
-            of_layer = rows[:, :, memory.index].reshape(-1)
-            memory.table.prefetch(of_layer)
-            if self.trainer.optimizer is not None:
-                optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
-                in_background(optimizer.prefetch, memory.table.weight, of_layer)
+        optimizer: Any = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
+        read_rows_ahead(self.trainer._model, self.plan, batch["input_ids"], optimizer)
         return batch
+
+
+def read_rows_ahead(model: nn.Module, plan: HashPlan, input_ids: Tensor, optimizer: EngramAdamW | None) -> None:
+    """Ask for the rows of a batch `[B, T]` that is yet to come, and, while training, for their state."""
+    rows = torch.from_numpy(plan.rows(input_ids.cpu().numpy()))  # (B, T, L, heads)
+    for memory in memories(model):
+        of_layer = rows[:, :, memory.index].reshape(-1)
+        memory.table.prefetch(of_layer)
+        if optimizer is not None and memory.table.training and memory.table.storage.on_disk:
+            in_background(optimizer.prefetch, memory.table.weight, of_layer)

@@ -5,7 +5,6 @@ A checkpoint is written beside and renamed, so that a run that is killed at any 
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from engram_graft.errors import UserError, first_line
+from engram_graft.output import sync
 from engram_graft.sharding import whole
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -70,25 +70,22 @@ def written_beside(target: Path, barrier: Callable[[], None], lead: bool) -> Ite
         yield scratch
         barrier()
         if lead:
-            for path in [*scratch.rglob("*"), scratch]:  # a rename can reach the disk before what it renames
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+            for path in [*scratch.rglob("*"), scratch]:
+                sync(path)
             shutil.rmtree(target, ignore_errors=True)
             (scratch / target.name).rename(target)
+            sync(target.parent)
         barrier()
     finally:
         if lead:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def last_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint of a run; what a killed run left half-written is removed."""
+def last_checkpoint(directory: Path, clean: bool) -> Path | None:
+    """The newest checkpoint of a run. With `clean` what a killed run left half-written is removed: one process of a run does that."""
     if not directory.is_dir():
         return None
-    for path in directory.glob(".writing-*"):
+    for path in directory.glob(".writing-*") if clean else ():
         shutil.rmtree(path, ignore_errors=True)
     found = get_last_checkpoint(str(directory))
     return None if found is None else Path(found)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,15 +101,18 @@ def test_resuming_without_a_checkpoint_starts_and_ends_the_same(tokenizer: Any, 
     assert same(tmp_path / "a", tmp_path / "b")
 
 
-def test_checkpoints_for_resuming_alone_go_when_the_run_is_done_and_the_users_stay(tokenizer: Any, tmp_path: Path) -> None:
+def test_checkpoints_for_resuming_alone_go_when_the_run_is_done_and_the_users_stay(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
 
     class Look(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(sorted(path.name for path in Path(args.output_dir).glob("*checkpoint*")))
 
-    eg.train(made(tokenizer), tokenizer, recipe(tmp_path / "default", max_steps=102), FACTS, callbacks=[Look()])
-    assert seen[49:51] == [[], ["checkpoint-50"]] and seen[-1] == ["checkpoint-100"], "the newest alone"
+    monkeypatch.setattr("engram_graft.run.SAVE_STEPS", 2)
+    eg.train(made(tokenizer), tokenizer, recipe(tmp_path / "default", max_steps=6), FACTS, callbacks=[Look()])
+    assert seen == [[], [], ["checkpoint-2"], ["checkpoint-2"], ["checkpoint-4"], ["checkpoint-4"]], "the newest alone"
     assert not list((tmp_path / "default").glob("checkpoint-*"))
     eg.train(made(tokenizer), tokenizer, recipe(tmp_path / "asked", max_steps=3, save_steps=1), FACTS)
     assert len(list((tmp_path / "asked").glob("checkpoint-*"))) == 3
@@ -135,9 +139,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_whole(
 def test_what_a_killed_run_half_wrote_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
     for name in ("checkpoint-2", "checkpoint-10", ".writing-checkpoint-12/checkpoint-12", "checkpoint-x"):
         (tmp_path / name).mkdir(parents=True)
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert last_checkpoint(tmp_path, clean=False) == tmp_path / "checkpoint-10"
+    assert (tmp_path / ".writing-checkpoint-12").exists(), "another process may be writing it"
+    assert last_checkpoint(tmp_path, clean=True) == tmp_path / "checkpoint-10"
     assert not (tmp_path / ".writing-checkpoint-12").exists()
-    assert last_checkpoint(tmp_path / "none") is None
+    assert last_checkpoint(tmp_path / "none", clean=True) is None
 
 
 def test_the_optimizers_file_follows_the_rows_touched_and_is_safetensors(tokenizer: Any, tmp_path: Path) -> None:
@@ -189,7 +195,8 @@ def plan(tokenizer: Any, tmp_path: Path) -> Path:
 def test_killed_at_random_moments_a_run_resumes_to_the_same_bits(plan: Path, tmp_path: Path) -> None:
     """`ENGRAM_KILLS=10` kills it ten times."""
     assert run("train", "--recipe", plan, "--output", tmp_path / "whole", "--no-probe").code == 0
-    moments = random.Random(os.environ.get("ENGRAM_KILLS_SEED"))
+    seed = int(os.environ.get("ENGRAM_KILLS_SEED", random.randrange(10**6)))
+    moments = random.Random(seed)
     out, kills, resumed = tmp_path / "out", int(os.environ.get("ENGRAM_KILLS", "2")), []
     command = [sys.executable, "-m", "engram_graft.cli", "train", "--recipe", plan, "--output", out, "--no-probe", "--resume"]
     killed = 0
@@ -207,11 +214,11 @@ def test_killed_at_random_moments_a_run_resumes_to_the_same_bits(plan: Path, tmp
         assert not (out / "engram_config.json").exists() or (out / "engram.safetensors").exists()
         resumed.append(max((int(path.name[11:]) for path in out.glob("checkpoint-*")), default=0))
     assert killed, "control: it was killed before its end"
+    print(f"seed {seed}: killed {killed} times, with these checkpoints: {resumed}")
     ended = run("train", "--output", out, "--no-probe", "--resume")
     assert ended.code == 0 or "trained to its end" in ended.err, ended.err
-    assert same(tmp_path / "whole", out), resumed
-    assert lines(tmp_path / "whole") == lines(out)
-    print(f"killed {killed} times; checkpoints then: {resumed}")
+    assert same(tmp_path / "whole", out), (seed, resumed)
+    assert lines(tmp_path / "whole") == lines(out), (seed, resumed)
 
 
 def test_resume_keeps_the_options_of_the_run(plan: Path, tmp_path: Path) -> None:
@@ -249,17 +256,34 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_and_does(
 
 def test_tables_in_files_resume_to_the_same_bits_too(tokenizer: Any, tmp_path: Path) -> None:
     def mapped(name: str) -> Any:
-        config = eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True})
+        config = eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True, "engram_vocab_size": (5003, 5009)})
         return eg.graft(tiny_model(), tokenizer, config, tmp_path / name)
 
-    options = {"max_steps": 6, "save_steps": 2}
+    options = {"max_steps": 6, "save_steps": 2, "batch_size": 1}
     eg.train(mapped("a"), tokenizer, recipe(tmp_path / "whole", **options), FACTS)
     model = mapped("b")
     with pytest.raises(KeyboardInterrupt):
-        eg.train(model, tokenizer, recipe(tmp_path / "halves", **options), FACTS, callbacks=[Stop(3)])
+        eg.train(model, tokenizer, recipe(tmp_path / "halves", **options), FACTS, callbacks=[Stop(4)])
+    early = load_file(tmp_path / "halves" / "checkpoint-2" / "engram.safetensors")["layers.1.table.rows"]
+    shutil.rmtree(tmp_path / "halves" / "checkpoint-4")
+    assert len(early) < memories(model)[0].table.count_seen(), (
+        "control: the run went on to rows that the checkpoint does not know"
+    )
     with torch.no_grad():  # what the files held is of no account: the checkpoint has the rows
         for memory in memories(model):
             memory.table.weight.fill_(float("nan"))
     del model, memory
     eg.train(mapped("b"), tokenizer, recipe(tmp_path / "halves", **options), FACTS, resume=True)
     assert same(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_checkpoint_of_tables_in_memory_resumes_in_files_and_the_other_way_round(tokenizer: Any, tmp_path: Path) -> None:
+    options = {"max_steps": 6, "save_steps": 2, "batch_size": 1}
+    config = eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True})
+    eg.train(eg.graft(tiny_model(), tokenizer, config), tokenizer, recipe(tmp_path / "whole", **options), FACTS)
+    for first, second in ((None, tmp_path / "t1"), (tmp_path / "t2", None)):
+        plan = recipe(tmp_path / f"run{first is None}", **options)
+        with pytest.raises(KeyboardInterrupt):
+            eg.train(eg.graft(tiny_model(), tokenizer, config, first), tokenizer, plan, FACTS, callbacks=[Stop(3)])
+        eg.train(eg.graft(tiny_model(), tokenizer, config, second), tokenizer, plan, FACTS, resume=True)
+        assert same(tmp_path / "whole", Path(plan.output))

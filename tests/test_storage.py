@@ -51,26 +51,80 @@ def test_a_saved_graft_loads_into_files_and_a_second_load_uses_them_again(
     tokenizer: Any, tmp_path: Path, ids: torch.Tensor
 ) -> None:
     expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
-    tables = tmp_path / "tables"
-    for again in (False, True, True):
+    tables, files = tmp_path / "tables", []
+    for _ in range(3):
         model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tables)
-        assert torch.equal(model(ids).logits, expected) and memories(model)[0].table.storage.filled == again
-        if again:
-            with torch.no_grad():  # what a reader does to its rows stays its own
-                memories(model)[0].table.weight.fill_(7.0)
-        assert len(list(tables.glob("*.bin"))) == 2
+        assert torch.equal(model(ids).logits, expected)
+        files.append(inodes(tables))
+        with torch.no_grad():  # what a reader does to its rows stays its own, of the first load too
+            memories(model)[0].table.weight.fill_(7.0)
         del model
+    assert len(files[0]) == 2 and files[0] == files[1] == files[2]
     eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, trainable=True, table_dir=tables)
     assert not (tables / "tables.json").exists(), "files that training may change are not taken for the graft's again"
+    model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tables)
+    assert torch.equal(model(ids).logits, expected) and inodes(tables) != files[0], "control: filled anew"
+
+
+def inodes(tables: Path) -> dict[str, tuple[int, int]]:
+    """Which files these are: one that is made anew has another number or time."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tables.glob("*.bin")}
+
+
+def test_two_readers_share_the_files(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
+    readers = [eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")[0] for _ in range(2)]
+    assert all(torch.equal(reader(ids).logits, expected) for reader in readers)
+    with pytest.raises(UserError, match="in use by another run"):
+        eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, trainable=True, table_dir=tmp_path / "tables")
+
+
+def test_a_loaded_graft_takes_other_rows_and_its_files_keep_theirs(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    expected = trained(tokenizer, None, tmp_path / "graft")(ids).logits
+    other = trained(tokenizer, None, seed=5)
+    for _ in range(2):
+        model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+        assert torch.equal(model(ids).logits, expected)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(ids).logits, other(ids).logits) and not torch.equal(other(ids).logits, expected)
+        del model
+
+
+def test_files_that_are_only_read_cannot_be_trained_and_the_error_says_how(tokenizer: Any, tmp_path: Path) -> None:
+    trained(tokenizer, None, tmp_path / "graft")
+    model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, table_dir=tmp_path / "tables")
+    with pytest.raises(UserError, match="load it with trainable=True"):
+        eg.train(model, tokenizer, recipe(max_steps=1), FACTS)
+    del model
+    model, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, trainable=True, table_dir=tmp_path / "more")
+    resident, _ = eg.load_graft(tmp_path / "graft", tiny_model(), tokenizer, trainable=True)
+    for subject in (model, resident):
+        eg.train(subject, tokenizer, recipe(max_steps=3), FACTS)
+    one, two = memory_tensors(model), memory_tensors(resident)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_second_run_in_a_used_directory_finds_nothing_of_the_first(tokenizer: Any, tmp_path: Path) -> None:
+    wide = {**CONFIG, "engram_vocab_size": (5003, 5009)}
+    ends = []
+    for _ in range(2):
+        model = eg.graft(tiny_model(), tokenizer, eg.EngramConfig(**wide), tmp_path)
+        eg.train(model, tokenizer, recipe(max_steps=6, batch_size=1), FACTS)
+        ends.append({name: tensor.clone() for name, tensor in memory_tensors(model).items()})
+        del model
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_files_of_another_graft_are_filled_anew(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
+    seen = []
     for seed in (0, 1):
         graft = tmp_path / f"graft{seed}"
         expected = trained(tokenizer, None, graft, seed=seed)(ids).logits
         model, _ = eg.load_graft(graft, tiny_model(), tokenizer, table_dir=tmp_path / "tables")
-        assert torch.equal(model(ids).logits, expected) and not memories(model)[0].table.storage.filled
+        assert torch.equal(model(ids).logits, expected)
+        seen.append(inodes(tmp_path / "tables"))
         del model
+    assert seen[0] != seen[1]
 
 
 def test_read_only_files_serve_inference(tokenizer: Any, tmp_path: Path, ids: torch.Tensor) -> None:
@@ -175,11 +229,11 @@ def test_zeros_in_memory_cost_nothing_until_written() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = held()
-    array = Resident().zeros("position", (100_000_000,), torch.int32, CPU)
-    array[[5, 99_999_999]] = 1
-    assert held() - before < 20e6 and int(array[:1000].sum() + array[-1000:].sum()) == 2
-    control = torch.zeros(100_000_000, dtype=torch.int32)
-    assert held() - before > 300e6 and len(control)
+    array = Resident().zeros("position", (10_000_000,), torch.int32, CPU)
+    array[[5, 9_999_999]] = 1
+    assert held() - before < 5e6 and int(array[:1000].sum() + array[-1000:].sum()) == 2
+    control = torch.zeros(10_000_000, dtype=torch.int32)
+    assert held() - before > 30e6 and len(control)
 
 
 def test_rows_are_read_ahead_and_an_error_there_is_not_silent(
@@ -218,3 +272,17 @@ def test_read_ahead_asks_for_the_pages_of_exactly_these_items(tmp_path: Path, mo
     expected = sorted({byte // page for row in (0, 1, 341, 3000) for byte in (row * 12, row * 12 + 11)})
     assert asked == [(at * page, page, os.POSIX_FADV_WILLNEED) for at in expected]
     assert len(expected) > 2, "control: row 341 lies across two pages"
+
+
+def test_training_reads_the_next_batchs_rows_and_their_moments_ahead(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[tuple[str, set[int]]] = []
+    monkeypatch.setattr(Mapped, "prefetch", lambda self, name, index, size: asked.append((name, set(index.tolist()))))
+    monkeypatch.setattr("engram_graft.table.in_background", lambda work, *args: work(*args))
+    monkeypatch.setattr("engram_graft.trainer.in_background", lambda work, *args: work(*args))
+    model = trained(tokenizer, tmp_path)
+    rows = set(memories(model)[0].table.seen_rows().tolist())
+    assert rows <= set.union(*(index for name, index in asked if name == "layer1")), "every row was asked for"
+    assert {name.partition(".")[2] for name, _ in asked} == {"", "position", "rows", "row_step", "exp_avg", "exp_avg_sq"}
+    asked.clear()
+    trained(tokenizer, None)
+    assert not asked, "control: tables in memory are not read ahead"

@@ -22,7 +22,7 @@ from engram_graft.hooks import graft, ungraft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.optim import EngramAdamW, clip_grad_norm
-from engram_graft.read_ahead import in_background
+from engram_graft.trainer import read_rows_ahead
 from engram_graft.window import Window
 
 PROMPT_TOKENS, DECODED = 64, 24
@@ -186,11 +186,7 @@ class _Stepper:
 
     def read_ahead(self, ids: Tensor) -> None:
         """Ask for the rows of a later batch."""
-        rows = torch.from_numpy(self.plan.rows(ids.cpu().numpy()))
-        for memory in memories(self.model.train()):
-            memory.table.prefetch(rows[:, :, memory.index])
-            if memory.table.storage.on_disk:
-                in_background(self.optimizer.prefetch, memory.table.weight, rows[:, :, memory.index].reshape(-1))
+        read_rows_ahead(self.model.train(), self.plan, ids, self.optimizer)
 
 
 def _config(layers: Sequence[int], rows: int) -> EngramConfig:
