@@ -210,7 +210,6 @@ def assert_close(one: Path, two: Path) -> None:
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         if tensor.is_floating_point():
-            print(name, float((tensor - b[name]).abs().max()))
             assert torch.allclose(tensor, b[name], rtol=0, atol=1e-5), name
         else:
             assert torch.equal(tensor, b[name]), f"{name}: the same rows were touched"
@@ -222,7 +221,6 @@ def test_a_loop_of_ones_own_on_a_sharded_base_equals_one_process(tokenizer: Any,
     logged = loop(model)
     eg.save_graft(model, tmp_path / "one")
     two = json.loads((tmp_path / "logged.json").read_text())
-    print(max(abs(a - b) for a, b in zip(logged, two, strict=True)))
     assert all(abs(a - b) < 1e-5 for a, b in zip(logged, two, strict=True)), "losses, and norms before clipping"
     assert_close(tmp_path / "one", tmp_path / "two")
     alone = made(tokenizer, lora=False)
