@@ -23,7 +23,7 @@ def command(
         str, typer.Option(help="Table sizes whose training steps are compared: rows of all tables together.")
     ] = "100000,1000000,10000000,100000000",
     table_dir: Annotated[
-        str | None, typer.Option(help="Also compare tables in files of this directory with tables in memory.")
+        str | None, typer.Option(help="Also compare tables in files, made here and deleted at the end, with tables in memory.")
     ] = None,
     mapped_rows: Annotated[
         int | None, typer.Option(help="Rows of the tables in files.", show_default="the largest of --rows")
@@ -70,6 +70,7 @@ def command(
         with all_or_nothing(output) as files:
             (files / "bench.json").write_text(json_.dumps(report, indent=1) + "\n", encoding="utf-8")
             plot(report, files / "bench.png")
+        say(f"written   {output}: bench.json, bench.png")
     if json:
         emit(report)
     else:
@@ -87,7 +88,7 @@ def _show(report: dict[str, Any]) -> None:
         f"hashing, one thread       {hashing['us_per_token']:.3f} us a token for {hashing['rows_per_token']} rows "
         f"(host path {hashing['host_us_per_token']:.3f})"
     )
-    print("training step, 512 tokens")
+    print("training step, 512 tokens, rows of 8 channels")
     for size in report["training"]["sizes"]:
         print(
             f"  {size['rows']:>13,} rows      {size['step_ms']:8.0f} ms   tables {size['table_bytes'] / 1e6:8,.0f} MB, memory beyond the "
@@ -96,11 +97,14 @@ def _show(report: dict[str, Any]) -> None:
     print(f"  slowest/fastest         {report['training']['ratio']:.3f}")
     if tiers := report.get("tiers"):
         print(
-            f"tables in files           {tiers['mapped_bytes'] / 1e9:.1f} GB, in memory {tiers['resident_bytes'] / 1e9:.1f} GB; tokens a "
-            "second"
+            f"tables in files           {_size(tiers['mapped_bytes'])}, in memory {_size(tiers['resident_bytes'])}; tokens a second"
         )
         for part in ("training", "inference", "decoding"):
             entry = tiers[part]
             print(
-                f"  {part:<24}files {entry['mapped']:8.1f}   memory {entry['resident']:8.1f}   files/memory {entry['ratio']:.3f}"
+                f"  {part:<24}files {entry['mapped']:8.1f}   memory {entry['resident']:8.1f}   speed, files/memory {entry['ratio']:.3f}"
             )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -30,7 +30,9 @@ def _step(axis: Any, report: Mapping[str, Any]) -> None:
 def _memory(axis: Any, report: Mapping[str, Any]) -> None:
     sizes = report["training"]["sizes"]
     rows = [size["rows"] for size in sizes]
-    axis.plot(rows, [size["table_bytes"] / 1e6 for size in sizes], color=GREY, marker="o", label="tables, had they been filled")
+    axis.plot(
+        rows, [size["table_bytes"] / 1e6 for size in sizes], color=GREY, marker="o", label="tables, if every row were touched"
+    )
     axis.plot(
         rows,
         [max(size["memory_bytes"], 1e5) / 1e6 for size in sizes],
@@ -39,6 +41,8 @@ def _memory(axis: Any, report: Mapping[str, Any]) -> None:
         label="memory taken beyond the base",
     )
     axis.set(title="Memory", xscale="log", yscale="log", xlabel="rows of all tables", ylabel="MB")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -47,10 +51,11 @@ def _ratios(axis: Any, report: Mapping[str, Any]) -> None:
         "decode step,\nall n-grams known": report["step"]["ratio"],
         "decode step,\nnone known": report["step"]["silent_ratio"],
         "prefill,\nall known": report["prefill"]["ratio"],
+        "prefill,\nnone known": report["prefill"]["silent_ratio"],
     }
     colors = [ORANGE] * len(bars)
     for part in ("training", "inference", "decoding") if "tiers" in report else ():
-        bars[f"{part},\nfiles / memory"] = 1 / report["tiers"][part]["ratio"]
+        bars[f"{part}: time in\nfiles / in memory"] = 1 / report["tiers"][part]["ratio"]
         colors.append(BLUE)
     drawn = axis.barh(list(bars), list(bars.values()), color=colors)
     axis.bar_label(drawn, fmt="%.3f", fontsize=8, color=INK, padding=2)

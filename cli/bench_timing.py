@@ -147,6 +147,9 @@ def tiers(
         report[part] = {**rates, "ratio": rates["mapped"] / rates["resident"]}
     for subject in sides.values():
         ungraft(subject)
+    for pattern in ("layer*.bin", "optimizer*.bin"):
+        for path in directory.glob(pattern):
+            path.unlink()
     return report
 
 

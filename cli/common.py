@@ -27,7 +27,9 @@ TableTier = Annotated[
     str | None,
     typer.Option(help="resident: tables in memory; mmap: in files, for tables larger than memory.", show_default="resident"),
 ]
-TableDir = Annotated[str | None, typer.Option(help="Directory of those files; one run at a time uses it.")]
+TableDir = Annotated[
+    str | None, typer.Option(help="Directory of those files, which can be deleted when nothing runs; implies --table-tier mmap.")
+]
 RANK = int(os.environ.get("RANK", "0"))  # under `accelerate launch`; the first process speaks and writes
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -111,7 +113,7 @@ def open_graft(
     from engram_graft.checkpoint import load_graft
     from engram_graft.recipe import require_tier
 
-    require_tier(table_tier or "resident", table_dir)
+    require_tier(table_tier or ("mmap" if table_dir else "resident"), table_dir)
     place = pick_device(device)
     model, tokenizer = load_graft(directory, dtype=dtype, table_dir=table_dir)
     return model.to(place), tokenizer

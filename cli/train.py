@@ -46,9 +46,9 @@ def command(
     layers: Annotated[
         str | None, typer.Option(help="Decoder layers that get a memory, counted from 0.", show_default="2,6")
     ] = None,
-    output: Annotated[str | None, typer.Option(help="Directory to make; must not exist or be empty.")] = None,
+    output: Annotated[str | None, typer.Option(help="New or empty directory; with --resume, the run's own.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="100")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step.", show_default="32")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step, of each process.", show_default="32")] = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="Of the memory's dense parts; tables get 5 times it.", show_default="1e-3")
     ] = None,
@@ -57,7 +57,9 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory.", show_default="0")] = None,
     save_steps: Annotated[
         int | None,
-        typer.Option(help="Steps between checkpoints that are kept; 0: none.", show_default="50, until the run is done"),
+        typer.Option(
+            help="Steps between checkpoints that are kept; 0: none.", show_default="one every 50 steps, deleted at the end"
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --output, bit for bit; start it if it has not.")
@@ -89,7 +91,7 @@ def command(
         "lora.rank": lora_rank,
         "dtype": dtype,
         "train.save_steps": save_steps,
-        "table_tier": table_tier,
+        "table_tier": table_tier or ("mmap" if table_dir else None),
         "table_dir": table_dir,
         "train.seed": seed,
         "engram.seed": seed,
@@ -133,17 +135,25 @@ def _resumed(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
 
 
 @contextlib.contextmanager
-def _directory(output: str, resume: bool) -> Iterator[Path]:
+def _directory(output: str, resume: bool, probe: bool) -> Iterator[Path]:
     """The run's directory: made, or as an earlier process left it. A run that stops with a checkpoint is told how to go on."""
+    from engram_graft.files import CONFIG_FILE
+    from engram_graft.lock import DirectoryLock
     from engram_graft.output import new_directory
 
+    if not resume and not RANK and (Path(output) / "recipe.yaml").is_file() and not (Path(output) / CONFIG_FILE).exists():
+        raise UserError(f"output {output}: holds a run that has not ended; go on with it (--resume), or choose another directory")
     exists = RANK > 0 or (resume and _begun(Path(output)))
     with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
+        lock = DirectoryLock(directory)
+        if not RANK:
+            lock.take(exclusive=True)
         try:
             yield directory
         except BaseException:
             if any(directory.glob("checkpoint-*")):
-                say(f"stopped   its last checkpoint is whole; go on with: engram-graft train --output {output} --resume")
+                again = f"engram-graft train --output {output} --resume{'' if probe else ' --no-probe'}"
+                say(f"stopped   its last checkpoint is whole; go on with: {again}")
             raise
 
 
@@ -176,14 +186,15 @@ def run(
         require_free(recipe.merged)
         if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
             raise UserError(f"merged={recipe.merged}: is the output directory; the merged model needs one of its own")
-    with _directory(recipe.output, resume) as output:
+    with _directory(recipe.output, resume, probe) as output:
         import engram_graft as eg
+        from engram_graft.training_state import last_checkpoint
         from engram_graft.verify import verify_decoding
 
         if recipe.base is None:
             raise UserError("no base model: pass --base, e.g. --base smollm2, or set base in the recipe")
         pick_device(device)
-        say(f"base      {recipe.base} in {recipe.dtype}, from {recipe.data} {_amount(data)}")
+        say(f"base      {recipe.base} in {recipe.dtype}, from {recipe.data} {_amount(data)}{_processes(recipe)}")
         model, tokenizer = base_with_lora(recipe, device)
         table_dir = None if recipe.table_dir is None else Path(recipe.table_dir) / (f"rank{RANK}" if PROCESSES > 1 else "")
         eg.graft(model, tokenizer, recipe.engram, table_dir)
@@ -192,13 +203,15 @@ def run(
             f"graft     layers {list(recipe.engram.layer_ids)}, {memory / 1e6:.1f} M memory and {lora / 1e6:.2f} M LoRA parameters"
         )
         say("check     comparing every logit of the fresh graft with the base's, then training")
+        checkpoint = last_checkpoint(output, clean=False) if resume else None
+        if checkpoint is not None:
+            say(f"resume    from {checkpoint}")
         result = eg.train(model, tokenizer, recipe, data, resume=resume)
         identity = result["identity"]
         say(f"identity  {identity['logits']:,} logits were equal to the base's, bit for bit, before training")
-        if result["resumed_from"] is not None:
-            say(f"resumed   from the checkpoint of step {result['resumed_from']}")
+        steps = result["steps"] - (result["resumed_from"] or 0)
         say(
-            f"trained   {result['steps']} steps in {result['seconds']:.0f} s, {result['rows_touched']:,} rows touched, "
+            f"trained   {steps} steps in {result['seconds']:.0f} s, {result['rows_touched']:,} rows touched, "
             f"{result['tokens_per_second']:.0f} tokens/s"
         )
     if RANK:
@@ -226,9 +239,16 @@ def run(
     return result
 
 
+def _processes(recipe: "Recipe") -> str:
+    batch = PROCESSES * recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+    return f", {PROCESSES} processes, {batch} examples a step" if PROCESSES > 1 else ""
+
+
 def _amount(data: Any) -> str:
     if data.facts:
-        return f"({len(data.facts)} facts, {sum(len(fact.prompts) for fact in data.facts)} prompts)"
+        held_out = sum(fact.split == "validation" for fact in data.facts)
+        evaluated = f", {held_out} of them for evaluation" if held_out else ""
+        return f"({len(data.facts)} facts, {sum(len(fact.prompts) for fact in data.facts)} prompts{evaluated})"
     return f"({len(data.texts)} documents)"
 
 
@@ -275,7 +295,8 @@ def _say_where(result: dict[str, Any], recipe: "Recipe") -> None:
                 f"          same greedy answers as the graft's: {same['uncached']} of {same['n']} without cache, "
                 f"{same['exported']} of {same['n']} by the export"
             )
-    say(
-        f"files     {recipe.output}: engram.safetensors, probes.json, report.png, metrics.jsonl, identity.json, recipe.yaml, README.md"
-    )
+    names = sorted(path.name for path in Path(str(recipe.output)).iterdir() if not path.name.startswith("."))
+    say(f"files     {recipe.output}: {', '.join(names)}")
+    if recipe.table_dir is not None:
+        say(f"tables    {recipe.table_dir}: this run's working files, of no further use")
     say(f'next      engram-graft generate {recipe.output} --prompt "..."')

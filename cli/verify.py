@@ -40,7 +40,7 @@ def command(
 
     if (directory is None) == (base is None):
         raise UserError("give either a graft directory or --base, e.g. engram-graft verify --base smollm2 --layers 2,6")
-    require_tier(table_tier or "resident", table_dir)
+    require_tier(table_tier or ("mmap" if table_dir else "resident"), table_dir)
     quiet()
     if base is not None:
         report = _fresh(base, layers, lora_rank, dtype, table_dir, device, quietly=json)
@@ -101,7 +101,7 @@ def _fresh(
 def _trained(directory: str, dtype: str | None, table_dir: str | None, device: str | None, quietly: bool) -> dict[str, Any]:
     from engram_graft.verify import verify_decoding
 
-    model, tokenizer = open_graft(directory, device, dtype, "mmap" if table_dir else None, table_dir)
+    model, tokenizer = open_graft(directory, device, dtype, table_dir=table_dir)
     report: dict[str, Any] = {"decoding": verify_decoding(model, tokenizer)}
     ok = report["decoding"].pop("ok")
     for way, entry in report["decoding"].items():

@@ -65,6 +65,10 @@ class Progress(TrainerCallback):
         if not self.console.is_terminal and (line["step"] % self.every == 0 or recall):
             self.console.print(f"step {line['step']:>5} · {text} · {line['seconds']:.0f} s", highlight=False)
 
+    def note(self, text: str) -> None:
+        """A line beside the bar."""
+        self.console.print(text, highlight=False)
+
 
 class Metrics(TrainerCallback):
     """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured; step,
@@ -89,6 +93,7 @@ class Metrics(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "eval_loss" in logs:
             self._write({"step": state.global_step, "eval_loss": logs["eval_loss"]})
+            self.progress.note(f"step {state.global_step:>5} · evaluation loss {logs['eval_loss']:.3f}")
         if not logs or "loss" not in logs:
             return
         names = ("loss", "learning_rate", "table_rate", "grad_norm", "rows_touched")

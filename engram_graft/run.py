@@ -1,5 +1,6 @@
 """`train`: run a recipe on a grafted model, from its data to the saved graft; killed at any moment, it can be resumed."""
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from engram_graft.checkpoint import save_graft
 from engram_graft.data import Data, load_data
 from engram_graft.encode import Collator, encode_facts, encode_texts
 from engram_graft.errors import UserError
-from engram_graft.grafted import memories, trainable_parameters
+from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.locate import unwrap
 from engram_graft.output import all_or_nothing
 from engram_graft.progress import Metrics, Progress, RecallProbe
@@ -77,14 +78,19 @@ def train(
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(recipe.output or scratch)
         arguments = _arguments(options, output, model, bool(recipe.output))
-        if arguments.eval_strategy != "no" and held_out is None:
+        if (arguments.eval_strategy != "no" or arguments.eval_on_start) and held_out is None:
+            asked = options.trainer.get("eval_strategy", "at the start")
             raise UserError(
-                f"eval_strategy={options.trainer['eval_strategy']}: nothing is held out to evaluate on; give facts the split "
-                '"validation", or hold out a share of text with train.validation=0.1'
+                f'eval_strategy={asked}: nothing is held out to evaluate on; give facts the split "validation", or hold out a share '
+                "of text with train.validation=0.1"
             )
         lead = arguments.process_index == 0
         checkpoint = last_checkpoint(output, clean=lead) if resume else None
         others = set(output.glob("checkpoint-*")) - {checkpoint}
+        if others and not resume:
+            raise UserError(
+                f"output {output}: has checkpoints of another run ({min(others).name}); resume it, or choose another directory"
+            )
         if recipe.output and lead:
             with all_or_nothing(output) as files:
                 (files / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False), encoding="utf-8")
@@ -102,6 +108,12 @@ def train(
             callbacks=[*([recall] if recall else []), *([metrics, progress] if lead else []), *callbacks],
             table_rate_multiplier=options.table_rate_multiplier,
             lora_learning_rate=recipe.lora.learning_rate,
+            run={
+                **{f"train.{name}": value for name, value in recipe.to_dict()["train"].items()},
+                **{f"lora.{name}": value for name, value in recipe.to_dict()["lora"].items()},
+                **{f"engram.{name}": value for name, value in find_graft(model).config.to_dict().items()},
+                "data": hashlib.sha256(json.dumps([examples["input_ids"][:], examples["labels"][:]]).encode()).hexdigest()[:16],
+            },
         )
         for default in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
             trainer.remove_callback(default)
@@ -109,7 +121,8 @@ def train(
         with progress:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - start
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # mixed precision is the training's, not the model's
+        if not trainer.state.global_step:
+            raise UserError(f"not one step was trained: {len(examples)} examples make no whole batch of {options.batch_size}")
         if recipe.output and (lead or is_sharded(model)):
             save_graft(model, output)
         if recipe.output and lead and options.save_steps is None:
@@ -185,9 +198,14 @@ def _arguments(options: TrainOptions, output: Path, model: nn.Module, saves: boo
         # FSDP moves what it shards
         "use_cpu": unwrap(model).device.type == "cpu" and not (options.trainer.get("fsdp") and torch.accelerator.is_available()),
     }
-    if owned := sorted((settings.keys() | {"optim", "optim_args"}) & options.trainer.keys()):
+    if owned := sorted((settings.keys() | {"optim", "optim_args", "num_train_epochs"}) & options.trainer.keys()):
         raise UserError(f"train.trainer sets {', '.join(owned)}: those are set by the train section's own options")
-    defaults = {"report_to": "none", "save_total_limit": 1 if options.save_steps is None else None}
+    defaults = {
+        "report_to": "none",
+        "ddp_find_unused_parameters": False,
+        "restore_callback_states_from_checkpoint": True,
+        "save_total_limit": 1 if options.save_steps is None else None,
+    }
     try:
         return TrainingArguments(**settings | defaults | options.trainer)
     except (TypeError, ValueError) as error:

@@ -5,7 +5,6 @@ of any result: the code that reads and writes it is the same.
 """
 
 import contextlib
-import gc
 import json
 import math
 import mmap
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engram_graft.errors import UserError
+from engram_graft.lock import DirectoryLock
 from engram_graft.output import sync
 
 PAGE = mmap.PAGESIZE
@@ -97,10 +97,10 @@ class Mapped(Resident):
             raise UserError(f"table directory {directory}: tables in files need Linux; keep them in memory here")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._own = _Handle(os.open(self.directory, os.O_RDONLY))
         except OSError as error:
-            raise UserError(f"table directory {directory}: cannot be used ({error.strerror}); give another") from error
-        self._lock(exclusive=False)
+            raise UserError(f"table directory {directory}: cannot be made ({error.strerror}); give another") from error
+        self._lock = DirectoryLock(self.directory)
+        self._lock.take(exclusive=False)
         with _explained(self.directory / STAMP):
             text = (self.directory / STAMP).read_text() if (self.directory / STAMP).is_file() else ""
         with contextlib.suppress(ValueError, TypeError, KeyError):  # no stamp, or one that is none of ours
@@ -108,28 +108,11 @@ class Mapped(Resident):
             if source is not None and stamp["source"] == source:
                 self.sizes, self.filled = dict(stamp["sizes"]), True
         if not self.filled:
-            self._lock(exclusive=True)
+            self._lock.take(exclusive=True)
             with _explained(self.directory):
                 (self.directory / STAMP).unlink(missing_ok=True)
                 for path in self.directory.glob("optimizer*.bin"):  # of an earlier run
                     path.unlink()
-
-    def _lock(self, exclusive: bool) -> None:
-        """Keep others from changing what we read, or from reading what we change."""
-        import fcntl
-
-        wanted = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
-        with _explained(self.directory):
-            try:
-                fcntl.flock(self._own.number, wanted)
-            except BlockingIOError:
-                gc.collect()  # a model of this process that nobody has a name for any more may hold it
-                try:
-                    fcntl.flock(self._own.number, wanted)
-                except BlockingIOError as error:
-                    raise UserError(
-                        f"table directory {self.directory}: in use by another run or another model; give this one its own"
-                    ) from error
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         path, size = self.directory / f"{name}.bin", math.prod(shape) * dtype.itemsize
@@ -194,7 +177,7 @@ class Mapped(Resident):
                     sync(path)
                 stamp.replace(self.directory / STAMP)
             self.filled = True
-            self._lock(exclusive=False)
+            self._lock.take(exclusive=False)
 
     def twin(self) -> "Resident":
         return _Unnamed(self)
@@ -253,5 +236,6 @@ def _explained(path: Path, size: int = 0) -> Any:
     try:
         yield
     except OSError as error:
-        need = f"; {size / 1e9:.1f} GB are needed, {shutil.disk_usage(path.parent).free / 1e9:.1f} GB are free" if size else ""
+        free = shutil.disk_usage(path.parent).free
+        need = f"; {size / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free" if size else ""
         raise UserError(f"{path}: {error.strerror}{need}") from error

@@ -1,5 +1,6 @@
 """Training a graft on the Hugging Face Trainer: what row-sparse gradients, several processes and bit-exact resuming need there."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,18 +9,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
+from engram_graft.bases import check_base
 from engram_graft.checkpoint import fill, fill_adapters, save_graft
 from engram_graft.errors import UserError
 from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
-from engram_graft.files import TENSOR_FILE, canonical_name, read_tensors
+from engram_graft.files import TENSOR_FILE, canonical_name, read_config, read_tensors
 from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.hashing import HashPlan
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
 from engram_graft.read_ahead import in_background
-from engram_graft.training_state import OPTIMIZER_FILE, load_optimizer, save_optimizer, written_beside
+from engram_graft.training_state import (
+    OPTIMIZER_FILE,
+    load_optimizer,
+    require_same_run,
+    save_optimizer,
+    seal,
+    written_beside,
+)
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -36,12 +45,22 @@ class EngramTrainerMixin(_Base):
     Args:
         table_rate_multiplier: the tables' learning rate over `args.learning_rate`; both follow the schedule.
         lora_learning_rate: of PEFT adapters; `args.learning_rate` by default.
+        run: what a run has to have in common with one that it resumes, as plain values; checkpoints carry it.
 
     Other arguments are the Trainer's.
+
+    Raises:
+        UserError: the tables' files are only read, DeepSpeed, or settings of FSDP that would cut or lose the memory; in `train`, a
+            checkpoint that is damaged or of another run.
     """
 
     def __init__(
-        self, *args: Any, table_rate_multiplier: float = 5.0, lora_learning_rate: float | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        table_rate_multiplier: float = 5.0,
+        lora_learning_rate: float | None = None,
+        run: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         self.table_rate_multiplier = table_rate_multiplier
         self.lora_learning_rate = lora_learning_rate
@@ -55,7 +74,10 @@ class EngramTrainerMixin(_Base):
             raise UserError("DeepSpeed: its engine takes optimizer and checkpoints over; use DDP, or FSDP version 2")
         self.args._n_gpu = min(self.args.n_gpu, 1)  # DataParallel's replicas would forget which rows they saw
         self._train_batch_size = self.args.train_batch_size  # the Trainer reckoned with all GPUs
+        self._run = {**(run or {}), "processes": self.args.world_size}
         tables = [memory.table for memory in memories(self._model)]
+        if tables[0].storage.filled:
+            raise UserError("the tables' files hold a loaded graft and are only read; to train it, load it with trainable=True")
         if tables[0].storage.on_disk:
             self.data_collator: Any = Prefetching(self.data_collator, self)
         if dist.is_available() and dist.is_initialized():
@@ -118,6 +140,18 @@ class EngramTrainerMixin(_Base):
         self.accelerator.unscale_gradients()
         return clip_grad_norm(parameters, max_norm)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if resume_from_checkpoint:
+            checkpoint = Path(str(resume_from_checkpoint))
+            require_same_run(checkpoint, self._run)
+            check_base(self._model, read_config(checkpoint)["base"]["fingerprint"])
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:  # mixed precision is the training's, not the model's
+            self.accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
+
     def log(self, logs: dict[str, float], *args: Any) -> None:
         if "loss" in logs and self.optimizer is not None:
             # from the optimizer's own count: telemetry must not cost what the table does
@@ -153,6 +187,9 @@ class EngramTrainerMixin(_Base):
                     self.state.best_model_checkpoint = str(run / name)
                     if self.args.should_save:
                         self.state.save_to_json(str(self._scratch / name / TRAINER_STATE_NAME))
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    seal(self._scratch / name, self._run)
             finally:
                 self._scratch = None
         if self.args.should_save:
@@ -230,6 +267,13 @@ class Prefetching:
         optimizer: Any = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
         read_rows_ahead(self.trainer._model, self.plan, batch["input_ids"], optimizer)
         return batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self.collate,)  # a worker of a data loader has no model to read for
+
+
+def _unchanged(collate: Any) -> Any:
+    return collate
 
 
 def read_rows_ahead(model: nn.Module, plan: HashPlan, input_ids: Tensor, optimizer: EngramAdamW | None) -> None:

@@ -6,7 +6,7 @@ A checkpoint is written beside and renamed, so that a run that is killed at any 
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from engram_graft.errors import UserError, first_line
+from engram_graft.files import file_hash
 from engram_graft.output import sync
 from engram_graft.sharding import whole
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE, RUN_FILE = "optimizer.safetensors", "run.json"
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, path: Path, lead: bool = True) -> None:
@@ -33,7 +34,10 @@ def save_optimizer(optimizer: torch.optim.Optimizer, path: Path, lead: bool = Tr
         f"{index}.{key}": whole(value).contiguous() for index, entry in packed["state"].items() for key, value in entry.items()
     }
     if lead:
-        save_file(tensors, path, metadata={"param_groups": json.dumps(packed["param_groups"])})
+        try:
+            save_file(tensors, path, metadata={"param_groups": json.dumps(packed["param_groups"])})
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be written ({first_line(error)})") from error
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -89,3 +93,28 @@ def last_checkpoint(directory: Path, clean: bool) -> Path | None:
         shutil.rmtree(path, ignore_errors=True)
     found = get_last_checkpoint(str(directory))
     return None if found is None else Path(found)
+
+
+def seal(checkpoint: Path, run: Mapping[str, Any]) -> None:
+    """Note in a checkpoint what run it is of, and what its files are."""
+    files = {path.name: file_hash(path) for path in sorted(checkpoint.iterdir()) if path.is_file()}
+    (checkpoint / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=1) + "\n", encoding="utf-8")
+
+
+def require_same_run(checkpoint: Path, run: Mapping[str, Any]) -> None:
+    """Raise `UserError` unless a checkpoint is whole and of this run: to go on from any other would be neither run."""
+    advice = "remove this checkpoint and resume again from the one before"
+    try:
+        sealed = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
+        files, began = dict(sealed["files"]), dict(sealed["run"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / RUN_FILE}: missing or corrupt ({first_line(error)}); {advice}") from error
+    for name, expected in files.items():
+        if not (checkpoint / name).is_file() or file_hash(checkpoint / name) != expected:
+            raise UserError(f"{checkpoint / name}: missing or corrupt; {advice}")
+    now = json.loads(json.dumps(run))
+    for name in sorted(began.keys() | now.keys()):
+        if began.get(name) != now.get(name):
+            raise UserError(
+                f"{checkpoint}: the run began with {name}={began.get(name)!r}, this one has {now.get(name)!r}; resume it as it began"
+            )

@@ -1,5 +1,6 @@
 """Resuming: a run that stopped, however it stopped, ends with the bits it would have had; a checkpoint is there whole or not at all."""
 
+import dataclasses
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_cli import refused, run
 from test_train import FACTS, recipe
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import engram_graft as eg
 from engram_graft.errors import UserError
@@ -251,7 +252,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_and_does(
     ran = run("train", "--recipe", plan, "--steps", 16, "--no-probe")
     assert ran.code == 130 and f"engram-graft train --output {tmp_path / 'out'} --resume" in ran.err
     ran = run("train", "--output", tmp_path / "out", "--resume", "--no-probe")
-    assert ran.code == 0 and "from the checkpoint of step 8" in ran.err and seen[12:] == list(range(8, 16))
+    assert ran.code == 0 and "checkpoint-8" in ran.err and seen[12:] == list(range(8, 16))
 
 
 def test_tables_in_files_resume_to_the_same_bits_too(tokenizer: Any, tmp_path: Path) -> None:
@@ -287,3 +288,85 @@ def test_a_checkpoint_of_tables_in_memory_resumes_in_files_and_the_other_way_rou
             eg.train(eg.graft(tiny_model(), tokenizer, config, first), tokenizer, plan, FACTS, callbacks=[Stop(3)])
         eg.train(eg.graft(tiny_model(), tokenizer, config, second), tokenizer, plan, FACTS, resume=True)
         assert same(tmp_path / "whole", Path(plan.output))
+
+
+def stopped(tokenizer: Any, output: Path, **changes: Any) -> dict[str, Any]:
+    """A run that stopped in its step 4, after checkpoint-2; returns its options."""
+    options = {"max_steps": 6, "save_steps": 2, **changes}
+    with pytest.raises(KeyboardInterrupt):
+        eg.train(made(tokenizer), tokenizer, recipe(output, **options), FACTS, callbacks=[Stop(3)])
+    return options
+
+
+def test_a_checkpoint_with_any_damaged_or_missing_file_is_refused_by_name(tokenizer: Any, tmp_path: Path) -> None:
+    options = stopped(tokenizer, tmp_path)
+    checkpoint = tmp_path / "checkpoint-2"
+    names = sorted(path.name for path in checkpoint.iterdir())
+    assert {"rng_state.pth", "scheduler.pt", "trainer_state.json", "engram.safetensors", "adapter_model.safetensors"} < set(names)
+    for name in names:
+        whole = (checkpoint / name).read_bytes()
+        for broken in (None, b"", whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]):
+            (checkpoint / name).unlink()
+            if broken is not None:
+                (checkpoint / name).write_bytes(broken)
+            damaged = ".*" if name == "run.json" else name
+            with pytest.raises(UserError, match=rf"{damaged}: missing or corrupt.*remove this checkpoint|run began with"):
+                eg.train(made(tokenizer), tokenizer, recipe(tmp_path, **options), FACTS, resume=True)
+            (checkpoint / name).write_bytes(whole)
+    assert eg.train(made(tokenizer), tokenizer, recipe(tmp_path, **options), FACTS, resume=True)["steps"] == 6
+
+
+def test_a_run_is_resumed_only_as_it_began(tokenizer: Any, tmp_path: Path) -> None:
+    options = stopped(tokenizer, tmp_path)
+
+    def resumed(model: Any, data: Any = FACTS, **changes: Any) -> None:
+        eg.train(model, tokenizer, recipe(tmp_path, **{**options, **changes}), data, resume=True)
+
+    for name, value in {"learning_rate": 0.1, "batch_size": 2, "seed": 5, "max_steps": 8}.items():
+        with pytest.raises(UserError, match=f"began with train.{name}="):
+            resumed(made(tokenizer), **{name: value})
+    with pytest.raises(UserError, match="began with data="):
+        resumed(made(tokenizer), dataclasses.replace(FACTS, facts=FACTS.facts[::-1]))
+    other: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.3))
+    config = {**TINY_ENGRAM, "seen_filter": True}
+    with pytest.raises(UserError, match=r"began with engram.gate='signed_sqrt'"):
+        resumed(eg.graft(other, tokenizer, eg.EngramConfig(**config, gate="sigmoid")))
+    base: Any = get_peft_model(tiny_model(seed=9), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.3))
+    with pytest.raises(UserError, match="wrong base"):
+        resumed(eg.graft(base, tokenizer, eg.EngramConfig(**config)))
+    with pytest.raises(UserError, match="has checkpoints of another run"):
+        eg.train(made(tokenizer), tokenizer, recipe(tmp_path, **options), FACTS)
+    resumed(made(tokenizer))
+
+
+def test_early_stopping_keeps_its_patience_over_a_resume(tokenizer: Any, tmp_path: Path) -> None:
+    facts = tuple(dataclasses.replace(fact, split="validation" if fact.id == "3" else "train") for fact in FACTS.facts)
+    data = dataclasses.replace(FACTS, facts=facts)
+    every = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    options = {"max_steps": 60, "save_steps": 1, "trainer": every, "learning_rate": 0.05}
+
+    def go(name: str, *callbacks: Any, resume: bool = False) -> int:
+        patience = EarlyStoppingCallback(early_stopping_patience=3)
+        plan = recipe(tmp_path / name, **options)
+        return int(eg.train(made(tokenizer), tokenizer, plan, data, callbacks=[patience, *callbacks], resume=resume)["steps"])
+
+    whole = go("whole")
+    assert whole < 60
+    with pytest.raises(KeyboardInterrupt):
+        go("halves", Stop(whole - 1))
+    assert go("halves", resume=True) == whole and same(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_second_run_in_the_directory_of_a_live_one_is_refused(plan: Path, tmp_path: Path) -> None:
+    from engram_graft.lock import DirectoryLock
+
+    (tmp_path / "out").mkdir()
+    live = DirectoryLock(tmp_path / "out")
+    live.take(exclusive=True)
+    refused(run("train", "--recipe", plan), "in use by another run")
+    del live
+
+
+def test_a_run_without_a_whole_batch_is_an_error(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not one step was trained"):
+        eg.train(made(tokenizer), tokenizer, recipe(batch_size=64, trainer={"dataloader_drop_last": True}), FACTS)

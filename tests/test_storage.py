@@ -155,7 +155,7 @@ def test_files_with_a_broken_stamp_are_filled_anew(text: str, tokenizer: Any, tm
 
 def test_a_full_disk_is_an_error_up_front_that_leaves_no_file_and_no_graft(tokenizer: Any, tmp_path: Path, no_room: None) -> None:
     model = tiny_model()
-    with pytest.raises(UserError, match=r"layer1.bin: No space left on device; .* GB are needed, .* GB are free"):
+    with pytest.raises(UserError, match=r"layer1.bin: No space left on device; .* MB are needed, .* MB are free"):
         eg.graft(model, tokenizer, eg.EngramConfig(**CONFIG), tmp_path)
     assert not list(tmp_path.glob("*.bin")) and not any("engram" in name for name in model.state_dict())
 

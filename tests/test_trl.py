@@ -32,7 +32,7 @@ def trained(tokenizer: Any, output: Path, lora: bool = False, resume: bool = Fal
     eg.graft(model, tokenizer, eg.EngramConfig(**{**TINY_ENGRAM, "seen_filter": True}))
     settings = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.01, "max_length": 32}
     arguments = trl.SFTConfig(
-        output_dir=str(output), report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, **{**settings, **changes}
+        output_dir=str(output), report_to="none", use_cpu=True, disable_tqdm=True, **{"bf16": False, **settings, **changes}
     )
     data = Dataset.from_dict({"text": TEXTS})
     trainer = EngramSFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
@@ -51,6 +51,19 @@ def test_sft_trains_the_memory_and_three_steps_and_three_resumed_equal_six(lora:
     assert all(torch.equal(one[name], two[name]) for name in one)
     loaded, _ = eg.load_graft(tmp_path / "checkpoint-6", tiny_model(), tokenizer)
     assert all(torch.equal(one[name], tensor) for name, tensor in memory_tensors(loaded).items())
+
+
+def test_after_bf16_training_the_model_in_memory_is_the_one_that_was_saved(
+    tokenizer: Any, tmp_path: Path, ids: torch.Tensor, monkeypatch: Any
+) -> None:
+    def differs(where: Path) -> bool:
+        model, _ = trained(tokenizer, where, bf16=True)
+        loaded, _ = eg.load_graft(where / "checkpoint-6", tiny_model(), tokenizer)
+        return not torch.equal(model.eval()(ids).logits, loaded(ids).logits)
+
+    assert not differs(tmp_path / "a")
+    monkeypatch.setattr("accelerate.Accelerator.unwrap_model", lambda self, model, **options: model)
+    assert differs(tmp_path / "control")
 
 
 def test_packing_parts_the_documents_of_a_row(tokenizer: Any, tmp_path: Path) -> None:
