@@ -145,8 +145,8 @@ def _directory(output: str, resume: bool, probe: bool) -> Iterator[Path]:
         raise UserError(f"output {output}: holds a run that has not ended; go on with it (--resume), or choose another directory")
     exists = RANK > 0 or (resume and _begun(Path(output)))
     with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
-        lock = DirectoryLock(directory)
-        if not RANK:
+        lock = None if RANK else DirectoryLock(directory)  # the first process makes the directory
+        if lock is not None:
             lock.take(exclusive=True)
         try:
             yield directory
