@@ -22,6 +22,7 @@ from engram_graft.hooks import graft, ungraft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.optim import EngramAdamW, clip_grad_norm
+from engram_graft.output import sync
 from engram_graft.trainer import read_rows_ahead
 from engram_graft.window import Window
 
@@ -124,24 +125,29 @@ def tiers(
     graft(sides["resident"], tokenizer, _config(layers, resident_rows))
     graft(sides["mapped"], tokenizer, _config(layers, mapped_rows), directory)
     report: dict[str, Any] = {f"{side}_bytes": _fill(sides[side]) for side in sides}
+    for path in directory.glob("layer*.bin"):
+        sync(path)
     batches, trainers = _Text(tokenizer, model.device), {side: _Stepper(sides[side]) for side in sides}
     tokens = {"training": BATCH[0] * BATCH[1], "inference": BATCH[0] * BATCH[1], "decoding": DECODED}
     times: dict[str, dict[str, list[float]]] = {part: {side: [] for side in sides} for part in tokens}
-    for turn in range(rounds + 1):
+    for turn in range(rounds + 1):  # the first turn of each warms up
         for side, subject in sides.items():
-            train, following = trainers[side], next(batches)
-            seconds = []
-            for _ in range(3):
-                now, following = following, next(batches)
-                train.read_ahead(following)  # as the Trainer does while the batch before is trained
-                seconds.append(_seconds(lambda train=train, now=now: train(now), model))  # type: ignore[misc]
             with no_learning(subject):
                 read = [next(batches) for _ in range(3)]
                 infer = [_seconds(lambda subject=subject, ids=ids: subject(ids), model) for ids in read]  # type: ignore[misc]
             decode = [sum(_decode(subject, next(batches)[:1])[1])]
             if turn:
-                for part, measured in zip(tokens, (seconds, infer, decode), strict=True):
-                    times[part][side] += measured
+                times["inference"][side] += infer
+                times["decoding"][side] += decode
+    for turn in range(rounds + 1):  # apart from inference, which the writing back of trained rows would slow down
+        for side in sides:
+            train, following = trainers[side], next(batches)
+            for _ in range(3):
+                now, following = following, next(batches)
+                train.read_ahead(following)  # as the Trainer does while the batch before is trained
+                seconds = _seconds(lambda train=train, now=now: train(now), model)  # type: ignore[misc]
+                if turn:
+                    times["training"][side].append(seconds)
     for part, count in tokens.items():
         rates = {side: count / statistics.median(times[part][side]) for side in sides}
         report[part] = {**rates, "ratio": rates["mapped"] / rates["resident"]}

@@ -50,7 +50,7 @@ class EngramTrainerMixin(_Base):
     Other arguments are the Trainer's.
 
     Raises:
-        UserError: the tables' files are only read, DeepSpeed, or settings of FSDP that would cut or lose the memory; in `train`, a
+        UserError: DeepSpeed, or settings of FSDP that would cut or lose the memory; in `train`, tables whose files are only read, or a
             checkpoint that is damaged or of another run.
     """
 
@@ -76,8 +76,6 @@ class EngramTrainerMixin(_Base):
         self._train_batch_size = self.args.train_batch_size  # the Trainer reckoned with all GPUs
         self._run = {**(run or {}), "processes": self.args.world_size}
         tables = [memory.table for memory in memories(self._model)]
-        if tables[0].storage.filled:
-            raise UserError("the tables' files hold a loaded graft and are only read; to train it, load it with trainable=True")
         if tables[0].storage.on_disk:
             self.data_collator: Any = Prefetching(self.data_collator, self)
         if dist.is_available() and dist.is_initialized():
@@ -95,6 +93,10 @@ class EngramTrainerMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             table = memories(self._model)[0].table
+            if table.storage.filled:
+                raise UserError(
+                    "the tables' files hold a loaded graft and are only read; to train it, load it with trainable=True"
+                )
             if table.weight.dtype == torch.float16:
                 raise UserError(
                     "a float16 memory cannot be trained (Adam's eps is 0 there): use dtype float32 or bfloat16 for it"
