@@ -202,7 +202,8 @@ def test_killed_at_random_moments_a_run_resumes_to_the_same_bits(plan: Path, tmp
     command = [sys.executable, "-m", "engram_graft.cli", "train", "--recipe", plan, "--output", out, "--no-probe", "--resume"]
     killed = 0
     while killed < kills:
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        # threads as in this process: two add up a product in another order than one
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         metrics, start = out / "metrics.jsonl", time.time()
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_mtime > start):
             time.sleep(0.01)
