@@ -23,7 +23,7 @@ from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.output import sync
-from engram_graft.trainer import read_rows_ahead
+from engram_graft.prefetch import read_rows_ahead
 from engram_graft.window import Window
 
 PROMPT_TOKENS, DECODED = 64, 24

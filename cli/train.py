@@ -1,8 +1,6 @@
 """`engram-graft train`: check identity, train memory and LoRA, check decoding, probe, save; optionally export."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +22,7 @@ from engram_graft.cli.common import (
     quiet,
     say,
 )
+from engram_graft.cli.resume import resumed_recipe, run_directory
 from engram_graft.errors import PromiseError, UserError
 
 if TYPE_CHECKING:
@@ -99,69 +98,10 @@ def command(
     }
     overrides = {name: value for name, value in flags.items() if value is not None}
     overrides |= dict(parse_setting(text) for text in setting or ())
-    plan = _resumed(recipe, overrides) if resume else load_recipe(recipe, overrides)
+    plan = resumed_recipe(recipe, overrides) if resume else load_recipe(recipe, overrides)
     result = run(plan, device, probe, quietly=json, resume=resume)
     if json:
         emit(result)
-
-
-def _resumed(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
-    """The recipe that the run in the output directory began with; what is given beside it has to agree."""
-    from engram_graft.files import CONFIG_FILE
-    from engram_graft.recipe import load_recipe
-
-    asked = load_recipe(recipe, overrides)
-    if asked.output is None:
-        raise UserError("--resume: which run? give its --output")
-    began = Path(asked.output) / "recipe.yaml"
-    if (Path(asked.output) / CONFIG_FILE).is_file():
-        raise UserError(
-            f"--resume: {asked.output} is trained to its end; next: engram-graft probe {asked.output}, or train into another directory"
-        )
-    if not began.is_file():
-        return asked  # it was stopped before it began
-    if recipe is None and overrides.keys() <= {"output"}:
-        return load_recipe(began, {"output": asked.output})
-    stored, given = load_recipe(began).to_dict(), asked.to_dict()
-    for section in ("engram", "lora", "train", "probe"):
-        for options in (stored, given):
-            options |= {f"{section}.{name}": value for name, value in options.pop(section).items()}
-    if other := [name for name in stored if stored[name] != given[name]]:
-        raise UserError(
-            f"--resume: {asked.output} began with {other[0]}={stored[other[0]]!r}, not {given[other[0]]!r}; a resumed run keeps its "
-            "options: give --output alone"
-        )
-    return asked
-
-
-@contextlib.contextmanager
-def _directory(output: str, resume: bool, probe: bool) -> Iterator[Path]:
-    """The run's directory: made, or as an earlier process left it. A run that stops with a checkpoint is told how to go on."""
-    from engram_graft.files import CONFIG_FILE
-    from engram_graft.lock import DirectoryLock
-    from engram_graft.output import new_directory
-
-    if not resume and not RANK and (Path(output) / "recipe.yaml").is_file() and not (Path(output) / CONFIG_FILE).exists():
-        raise UserError(f"output {output}: holds a run that has not ended; go on with it (--resume), or choose another directory")
-    exists = RANK > 0 or (resume and _begun(Path(output)))
-    with contextlib.nullcontext(Path(output)) if exists else new_directory(output) as directory:
-        lock = None if RANK else DirectoryLock(directory)  # the first process makes the directory
-        if lock is not None:
-            lock.take(exclusive=True)
-        try:
-            yield directory
-        except BaseException:
-            if any(directory.glob("checkpoint-*")):
-                again = f"engram-graft train --output {output} --resume{'' if probe else ' --no-probe'}"
-                say(f"stopped   its last checkpoint is whole; go on with: {again}")
-            raise
-
-
-def _begun(output: Path) -> bool:
-    """Whether a run was stopped here, be it before it had written its recipe."""
-    if not output.is_dir() or (output / "recipe.yaml").is_file():
-        return output.is_dir()
-    return all(path.name.startswith(".writing-") or path.name == "identity.json" for path in output.iterdir())
 
 
 def run(
@@ -186,7 +126,7 @@ def run(
         require_free(recipe.merged)
         if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
             raise UserError(f"merged={recipe.merged}: is the output directory; the merged model needs one of its own")
-    with _directory(recipe.output, resume, probe) as output:
+    with run_directory(recipe.output, resume, probe) as output:
         import engram_graft as eg
         from engram_graft.training_state import last_checkpoint
         from engram_graft.verify import verify_decoding

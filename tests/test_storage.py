@@ -278,7 +278,7 @@ def test_training_reads_the_next_batchs_rows_and_their_moments_ahead(tokenizer: 
     asked: list[tuple[str, set[int]]] = []
     monkeypatch.setattr(Mapped, "prefetch", lambda self, name, index, size: asked.append((name, set(index.tolist()))))
     monkeypatch.setattr("engram_graft.table.in_background", lambda work, *args: work(*args))
-    monkeypatch.setattr("engram_graft.trainer.in_background", lambda work, *args: work(*args))
+    monkeypatch.setattr("engram_graft.prefetch.in_background", lambda work, *args: work(*args))
     model = trained(tokenizer, tmp_path)
     rows = set(memories(model)[0].table.seen_rows().tolist())
     assert rows <= set.union(*(index for name, index in asked if name == "layer1")), "every row was asked for"
