@@ -113,7 +113,7 @@ def open_graft(
     from engram_graft.checkpoint import load_graft
     from engram_graft.recipe import require_tier
 
-    require_tier(table_tier or ("mmap" if table_dir else "resident"), table_dir)
+    require_tier(table_tier, table_dir)
     place = pick_device(device)
     model, tokenizer = load_graft(directory, dtype=dtype, table_dir=table_dir)
     return model.to(place), tokenizer

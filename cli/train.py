@@ -90,7 +90,7 @@ def command(
         "lora.rank": lora_rank,
         "dtype": dtype,
         "train.save_steps": save_steps,
-        "table_tier": table_tier or ("mmap" if table_dir else None),
+        "table_tier": table_tier,
         "table_dir": table_dir,
         "train.seed": seed,
         "engram.seed": seed,

@@ -40,7 +40,7 @@ def command(
 
     if (directory is None) == (base is None):
         raise UserError("give either a graft directory or --base, e.g. engram-graft verify --base smollm2 --layers 2,6")
-    require_tier(table_tier or ("mmap" if table_dir else "resident"), table_dir)
+    require_tier(table_tier, table_dir)
     quiet()
     if base is not None:
         report = _fresh(base, layers, lora_rank, dtype, table_dir, device, quietly=json)

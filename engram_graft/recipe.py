@@ -93,7 +93,8 @@ class Recipe:
     data: facts or text; see `engram_graft.data.load_data`.
     output: the graft directory to make.
     dtype: the base's.
-    table_tier: where tables and their optimizer state are: "resident" in memory; "mmap" in files, for tables larger than memory.
+    table_tier: where tables and their optimizer state are: "resident" in memory; "mmap" in files, for tables larger than memory; null:
+        as table_dir says.
     table_dir: directory of those files.
     merged: also export a merged model to this directory; null does not.
     engram, lora, train, probe: the parts.
@@ -103,7 +104,7 @@ class Recipe:
     data: str | None = None
     output: str | None = None
     dtype: str = "float32"
-    table_tier: str = "resident"
+    table_tier: str | None = None
     table_dir: str | None = None
     merged: str | None = None
     engram: EngramConfig = dataclasses.field(default_factory=EngramConfig)
@@ -145,14 +146,14 @@ class Recipe:
         return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
 
 
-def require_tier(tier: str, directory: str | None) -> None:
-    """Raise `UserError` unless tier and directory of the tables go together."""
-    if tier not in TIERS:
+def require_tier(tier: str | None, directory: str | None) -> None:
+    """Raise `UserError` unless tier and directory of the tables go together; a directory alone means files."""
+    if tier is not None and tier not in TIERS:
         raise UserError(f"table_tier={tier!r}: must be one of {', '.join(TIERS)}")
-    if (tier == "mmap") != (directory is not None):
+    if tier is not None and (tier == "mmap") != (directory is not None):
         raise UserError(
-            f"table_tier={tier!r} with table_dir={directory!r}: files need a directory and nothing else does; give both "
-            "--table-tier mmap --table-dir DIR, or neither"
+            f"table_tier={tier!r} with table_dir={directory!r}: files need a directory and nothing else does; give --table-dir DIR "
+            "for tables in files, or neither"
         )
 
 

@@ -285,3 +285,21 @@ def test_parse_setting_refuses_what_is_no_setting(text: str, message: str) -> No
     with pytest.raises(UserError, match=message) as raised:
         parse_setting(text)
     assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tier", "directory", "says"),
+    [
+        ("disk", None, "must be one of resident, mmap"),
+        ("mmap", None, "files need a directory"),
+        ("resident", "d", "files need a directory"),
+    ],
+)
+def test_tier_and_directory_of_tables_have_to_go_together(tier: str, directory: str | None, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_recipe(None, {"table_tier": tier, "table_dir": directory})
+
+
+@pytest.mark.parametrize(("tier", "directory"), [(None, "d"), ("mmap", "d"), ("resident", None), (None, None)])
+def test_a_directory_alone_means_files(tier: str | None, directory: str | None) -> None:
+    assert load_recipe(None, {"table_tier": tier, "table_dir": directory}).table_dir == directory
