@@ -66,6 +66,15 @@ def test_a_saved_graft_loads_into_files_and_a_second_load_uses_them_again(
     assert torch.equal(model(ids).logits, expected) and inodes(tables) != files[0], "control: filled anew"
 
 
+def test_training_twice_begins_twice_with_no_moments(tokenizer: Any, tmp_path: Path) -> None:
+    ends = []
+    for table_dir in (None, tmp_path):
+        model = trained(tokenizer, table_dir)
+        eg.train(model, tokenizer, recipe(max_steps=3), FACTS)
+        ends.append(memory_tensors(model))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def inodes(tables: Path) -> dict[str, tuple[int, int]]:
     """Which files these are: one that is made anew has another number or time."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tables.glob("*.bin")}
