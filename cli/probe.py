@@ -35,19 +35,22 @@ def command(
 ) -> None:
     """Show by causal ablation what the memory does: base, graft, memory off, shuffled addresses, LoRA off."""
     from engram_graft.data import load_data
-    from engram_graft.recipe import ProbeOptions, load_recipe
+    from engram_graft.probes import Subject
+    from engram_graft.recipe import Recipe, load_recipe
 
     quiet()
     if data and not output:
         raise UserError("--data needs --output: the graft's own probes.json is about the data it was trained on")
     own = Path(directory) / "recipe.yaml"
-    options = load_recipe(own).probe if own.is_file() else ProbeOptions()
+    recipe = load_recipe(own) if own.is_file() else Recipe()
+    options = recipe.probe
     options = dataclasses.replace(
         options, batch_size=options.batch_size if batch_size is None else batch_size, examples=show_examples
     )
     facts = load_data(data) if data else trained_on(directory)
     model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
-    report = probe_into(model, tokenizer, facts, options, Path(directory), Path(output or directory), {})
+    subject = Subject(model, tokenizer, facts, options, recipe.train, trained=data is None)
+    report = probe_into(subject, Path(directory), Path(output or directory), {})
     if json:
         emit(report)
     else:
@@ -65,17 +68,15 @@ def trained_on(directory: str) -> Any:
     return load_data(recipe.data).with_forms(recipe.train.forms)
 
 
-def probe_into(
-    model: Any, tokenizer: Any, data: Any, options: Any, graft: Path, output: Path, checks: dict[str, Any]
-) -> dict[str, Any]:
+def probe_into(subject: Any, graft: Path, output: Path, checks: dict[str, Any]) -> dict[str, Any]:
     """Run the probes and write probes.json and report.png into `output`, with the checks and curves that the directory `graft` has."""
     import json
 
     from engram_graft.card import model_card
     from engram_graft.files import CONFIG_FILE
     from engram_graft.output import all_or_nothing
+    from engram_graft.probes import run_probes
     from engram_graft.probes.plot import plot
-    from engram_graft.probes.suite import run_probes
 
     try:
         before = json.loads(path.read_text()) if (path := graft / "probes.json").is_file() else {}
@@ -84,7 +85,7 @@ def probe_into(
             kept["identity"] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error.msg}); remove it and probe again") from error
-    report = run_probes(model, tokenizer, data, options, lambda arm: say(f"probe     {arm}"))
+    report = run_probes(subject, started=lambda name: say(f"probe     {name}"))
     report = {**report, **kept, **checks}
     if "identity" in report:
         report["identity"] = {key: report["identity"][key] for key in ("bitwise", "logits")}

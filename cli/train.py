@@ -163,9 +163,10 @@ def run(
     result["decoding"] = decoding
     if probe:
         from engram_graft.cli.probe import probe_into, show
+        from engram_graft.probes import Subject
 
         checks = {"identity": identity, "decoding": decoding}
-        result["probes"] = probe_into(model, tokenizer, data, recipe.probe, output, output, checks)
+        result["probes"] = probe_into(Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, checks)
     if recipe.merged:
         from engram_graft.export import export_merged
 

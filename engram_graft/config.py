@@ -33,6 +33,8 @@ class EngramConfig:
         whole_ngrams: only n-grams that lie wholly inside the text add anything; false is the paper's way, which also learns "pad pad
             The". A text's first position is where attention parks: to move it moves every later logit, and every text that begins so.
         seen_filter: at inference an n-gram contributes only if training looked it up. Always off while training.
+        ngram_dropout: share of n-grams that each training step leaves silent, at random, as the filter does with those of unknown
+            wordings: what is learned then relies less on any one of them.
         dtype: dtype of the memory's parameters and arithmetic; the result is cast to the base's.
         seed: of multipliers and initial values.
         pad_id: token id that positions before the text's start are read as; None takes the tokenizer's pad, else eos, else 0.
@@ -51,6 +53,7 @@ class EngramConfig:
     zero_init: str = "value"
     whole_ngrams: bool = True
     seen_filter: bool = True
+    ngram_dropout: float = 0.0
     dtype: str = "float32"
     seed: int = 0
     pad_id: int | None = None
@@ -89,6 +92,8 @@ class EngramConfig:
                 raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed}: must be from 0 to 2147483647")
+        if not isinstance(self.ngram_dropout, int | float) or not 0 <= self.ngram_dropout < 1:
+            raise UserError(f"ngram_dropout={self.ngram_dropout!r}: must be from 0 to below 1")
         if max(self.engram_vocab_size) > 10**10:
             raise UserError(f"engram_vocab_size={list(self.engram_vocab_size)}: at most 10000000000 rows a head")
         if self.n_embed_per_ngram % self.n_head_per_ngram:

@@ -18,7 +18,12 @@ _LIST_FIELDS = ("aliases", "paraphrases")
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood (what must stay as it was) is kept."""
+    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood is what must stay as it was.
+
+    Args:
+        subject: what it is about, as the prompts spell it, where that is known.
+        target_true: what was true before, where the fact is an edit (CounterFact's name for it).
+    """
 
     id: str
     prompts: tuple[str, ...]
@@ -27,14 +32,20 @@ class Fact:
     paraphrases: tuple[str, ...] = ()
     neighborhood: tuple[Mapping[str, str], ...] = ()
     split: str = "train"
+    subject: str | None = None
+    target_true: str | None = None
+
+
+Chat = tuple[Mapping[str, str], ...]  # messages with "role" and "content"
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What was read: facts, or documents of plain text; the other is empty."""
+    """What was read: facts, documents of plain text, or chats; the others are empty."""
 
     facts: tuple[Fact, ...] = ()
     texts: tuple[str, ...] = ()
+    chats: tuple[Chat, ...] = ()
 
     def with_forms(self, forms: int | None) -> "Data":
         """The same data with the first `forms` prompts of each fact to train; its other prompts become held-out paraphrases."""

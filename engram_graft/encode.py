@@ -4,7 +4,7 @@ Labels are masked by position, never by token id: a pad that equals eos must not
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,28 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.data import Fact
+from engram_graft.data import Chat, Fact
 from engram_graft.errors import UserError
 
 IGNORED = -100  # the label that transformers' losses skip
 
+Text = str | Sequence[int]  # as it is written, or as the token ids it is to be
+Question = tuple[Text, Text]  # a prompt and its answer, both of one kind
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
     """Token ids of a prompt that an answer will follow: no space at its end, and no eos (which some tokenizers put there)."""
+    if not isinstance(prompt, str):
+        return list(prompt)
     ids = tokenizer(prompt.rstrip())["input_ids"]
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Text, answer: Text) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of the answer that follows it after a space, as one text would be tokenized."""
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        assert not isinstance(prompt, str) and not isinstance(answer, str), "a question is of one kind"
+        return list(prompt), list(answer)
     context = encode_prompt(tokenizer, prompt)
     whole = encode_prompt(tokenizer, f"{prompt.rstrip()} {answer}")
     if whole[: len(context)] == context:
@@ -61,6 +69,76 @@ def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block
     if not blocks:
         raise UserError("the text has fewer than two tokens: nothing to learn from")
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def chat_turns(messages: Chat, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
+    """Token ids before each turn of the assistant, up to where it begins to speak, and of the turn with the template's end of it.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or one in which a turn changes what is before it.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("the data has chat messages and this base's tokenizer has no chat template: use an instruct model")
+    turns = []
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(list(messages[:n]), add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(list(messages[: n + 1]), return_dict=False)
+        if whole[: len(before)] != before:
+            raise UserError(
+                "this base's chat template changes earlier turns when one is added, so the assistant's part of a chat cannot be told: "
+                "write the chats as facts (prompt and answer)"
+            )
+        turns.append((before, whole[len(before) :]))
+    return turns
+
+
+def chat_questions(chats: Iterable[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+    """What was said before each turn of the assistant, and that turn without its end, as token ids."""
+    questions: list[Question] = []
+    for chat in chats:
+        for before, turn in chat_turns(chat, tokenizer):
+            end = turn.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in turn else len(turn)
+            questions.append((before, turn[:end]))
+    return questions
+
+
+def encode_chats(chats: Iterable[Chat], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """One example a chat, through the tokenizer's own template; every turn of the assistant is a label, with its end."""
+    examples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for number, chat in enumerate(chats, 1):
+        ids: list[int] = []
+        labels: list[int] = []
+        for before, turn in chat_turns(chat, tokenizer):
+            # a turn begins where the last ended: what is between is the user's
+            if before[: len(ids)] != ids:
+                raise UserError(f"chat {number}: the chat template writes an earlier turn in two ways; write the chat as facts")
+            labels += [IGNORED] * (len(before) - len(ids)) + turn
+            ids = before + turn
+        if len(ids) > max_length:
+            raise UserError(f"chat {number}: {len(ids)} tokens, more than max_length={max_length}; raise it or shorten the chat")
+        examples["input_ids"].append(ids)
+        examples["labels"].append(labels)
+    return Dataset.from_dict(examples)
+
+
+def split_texts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int, validation: float, seed: int
+) -> tuple[Dataset, Dataset | None]:
+    """Blocks of `encode_texts` to train on, and the share `validation` of them that is held out; a function of `seed`.
+
+    Raises:
+        UserError: nothing would be left of one of the two.
+    """
+    blocks = encode_texts(texts, tokenizer, block_size)
+    if not validation:
+        return blocks, None
+    held_out = round(len(blocks) * validation)
+    if not 0 < held_out < len(blocks):
+        raise UserError(f"train.validation={validation}: of {len(blocks)} blocks of text that leaves {held_out} to evaluate on")
+    parts = blocks.train_test_split(test_size=held_out, seed=seed)
+    return parts["train"], parts["test"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,6 +178,9 @@ class Engram(nn.Module):
             if valid is not None:
                 at = valid[..., None].expand(-1, -1, self.config.orders)
                 allowed = at if allowed is None else allowed & at
+            if self.config.ngram_dropout and self.table.learning:
+                kept = torch.rand(*rows.shape[:2], self.config.orders, device=rows.device) >= self.config.ngram_dropout
+                allowed = kept if allowed is None else allowed & kept
             embeddings, active = self.table(rows, allowed)
             if _silent(active):
                 values = torch.zeros_like(streams)

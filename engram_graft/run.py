@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from engram_graft.checkpoint import save_graft
 from engram_graft.data import Data, load_data
-from engram_graft.encode import Collator, encode_facts, encode_texts
+from engram_graft.encode import Collator, encode_chats, encode_facts, split_texts
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.locate import unwrap
@@ -162,16 +162,9 @@ def _examples(data: Data, tokenizer: PreTrainedTokenizerBase, options: TrainOpti
                 f'train.validation={options.validation}: is for text; of facts, those with the split "validation" are held out'
             )
         return train, validation if len(validation) else None
-    blocks = encode_texts(data.texts, tokenizer, options.block_size)
-    if not options.validation:
-        return blocks, None
-    held_out = round(len(blocks) * options.validation)
-    if not 0 < held_out < len(blocks):
-        raise UserError(
-            f"train.validation={options.validation}: of {len(blocks)} blocks of text that leaves {held_out} to evaluate on"
-        )
-    parts = blocks.train_test_split(test_size=held_out, seed=options.seed)
-    return parts["train"], parts["test"]
+    if data.chats:
+        return encode_chats(data.chats, tokenizer, options.max_length), None
+    return split_texts(data.texts, tokenizer, options.block_size, options.validation, options.seed)
 
 
 def _arguments(options: TrainOptions, output: Path, model: nn.Module, saves: bool) -> TrainingArguments:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engram_graft.encode import IGNORED, Collator, encode_answer, encode_prompt
+from engram_graft.encode import IGNORED, Collator, Question, Text, encode_answer, encode_prompt
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 
@@ -25,7 +25,7 @@ class Score:
 
 
 def teacher_forced(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], batch_size: int = 32
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int = 32
 ) -> list[Score]:
     """Score the answer of each (prompt, answer) with the true answer as context. The result does not depend on `batch_size`."""
     device = unwrap(model).device
@@ -64,7 +64,7 @@ def keeps_logits(model: nn.Module) -> bool:
 def greedy(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Text],
     max_new_tokens: int,
     batch_size: int = 32,
     use_cache: bool = True,

@@ -16,6 +16,7 @@ from engram_graft.grafted import find_graft, memories
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 from engram_graft.probes.arms import Arm
+from engram_graft.probes.probe import Probe
 from engram_graft.window import Window
 
 WINDOW = 128  # tokens a text is cut into
@@ -78,3 +79,10 @@ def locality(
 
 def _mean(values: Tensor) -> float | None:
     return float(values.double().mean()) if len(values) else None
+
+
+LOCALITY = Probe(
+    "locality",
+    "what changed on neutral text, at learned n-grams and elsewhere apart",
+    lambda subject: locality(subject.model, subject.tokenizer, subject.arms),
+)

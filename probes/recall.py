@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.encode import encode_answer
+from engram_graft.encode import Question, encode_answer
+from engram_graft.probes.probe import Probe, Scores, Subject
 from engram_graft.scoring import greedy, teacher_forced
 
 
 def recall(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], batch_size: int
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int
 ) -> dict[str, Any]:
     """Over (prompt, answer) pairs: shares of exact answers, mean nats per answer token, and how many pairs.
 
@@ -41,3 +42,15 @@ def _says(tokenizer: PreTrainedTokenizerBase, said: list[int], answer: list[int]
     beyond = tokenizer.decode(said)[len(tokenizer.decode(answer)) :]
     # not a longer word, and not a longer number
     return not re.match(r"\w|[.,]\d", beyond)
+
+
+def _of(subject: Subject, questions: Sequence[Question]) -> dict[str, Scores]:
+    if not questions:
+        return {}
+    return {arm: recall(subject.model, subject.tokenizer, questions, subject.options.batch_size) for arm in subject.each_arm()}
+
+
+RECALL = Probe(
+    "recall", "greedy and teacher-forced answers to the trained prompts", lambda subject: _of(subject, subject.questions)
+)
+PARAPHRASE = Probe("paraphrase", "the same in wordings that were not trained", lambda subject: _of(subject, subject.paraphrases))

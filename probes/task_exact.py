@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft.data import Fact
+from engram_graft.probes.probe import Probe, Scores, Subject
 from engram_graft.scoring import greedy
 
 _STOPS = (
@@ -49,3 +50,16 @@ def task_exact(facts: Sequence[Fact], answers: Sequence[str]) -> dict[str, Any]:
         for fact, said in zip(facts, answers, strict=True)
     )
     return {"exact_match": right / len(facts), "n": len(facts)}
+
+
+def _of(subject: Subject) -> dict[str, Scores]:
+    if not subject.data.facts:
+        return {}
+    options, report = subject.options, {}
+    for arm in subject.each_arm():
+        answers = free_answers(subject.model, subject.tokenizer, subject.facts, options.max_new_tokens, options.batch_size)
+        report[arm] = {**task_exact(subject.facts, answers), "answers": answers}
+    return report
+
+
+TASK_EXACT = Probe("task_exact", "free answers that are right as a whole, aliases allowed", _of)

@@ -15,11 +15,11 @@ from engram_graft.data import Data, Fact
 from engram_graft.encode import encode_answer
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories
-from engram_graft.probes import ARMS, arms_of, run_probes
+from engram_graft.probes import ARMS, PROBES, Subject, arms_of, run_probes
 from engram_graft.probes.arms import shuffled
+from engram_graft.probes.heldout import text_loss
 from engram_graft.probes.locality import hits, locality, neutral_text
 from engram_graft.probes.recall import recall
-from engram_graft.probes.suite import text_loss
 from engram_graft.probes.task_exact import free_answers, normalised, task_exact
 from engram_graft.recipe import LoraOptions, ProbeOptions, Recipe, TrainOptions
 from engram_graft.table import EngramTable
@@ -407,9 +407,11 @@ def test_run_probes_has_the_keys_that_scripts_read(
     model = seen_model(grafted, ids)
     model = with_lora(model) if lora else model
     order: list[str] = []
-    report = run_probes(model, tokenizer, Data(facts=FACTS), ProbeOptions(batch_size=2, max_new_tokens=4), order.append)
+    report = run_probes(
+        Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(batch_size=2, max_new_tokens=4)), started=order.append
+    )
     arms = ["base", "graft", "memory_off", "shuffled"] + ["lora_off"] * lora
-    assert list(report["arms"]) == order == arms
+    assert list(report["arms"]) == arms and order == [probe.name for probe in PROBES]
     for scores in report["arms"].values():
         assert set(scores) == {"recall", "paraphrase", "task_exact", "locality"}
         for part in ("recall", "paraphrase"):
@@ -436,30 +438,31 @@ def test_case_37_known_counts_what_the_base_already_answers(
         return [tokenizer(" sun" if "sleeps" in prompt else " milk")["input_ids"] for prompt in prompts]
 
     monkeypatch.setattr("engram_graft.probes.recall.greedy", speak)
-    report = run_probes(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2))
+    report = run_probes(Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2)))
     assert report["known"] == 1
     assert report["arms"]["graft"]["recall"]["greedy_exact"] == pytest.approx(1 / 3)
 
 
 def test_run_probes_without_paraphrases_leaves_the_part_out(grafted: Make, tokenizer: Any, short_text: None) -> None:
-    report = run_probes(grafted(), tokenizer, Data(facts=FACTS[:1]).with_forms(2), ProbeOptions(max_new_tokens=2))
+    report = run_probes(Subject(grafted(), tokenizer, Data(facts=FACTS[:1]).with_forms(2), ProbeOptions(max_new_tokens=2)))
     assert "paraphrase" in report["arms"]["graft"]
     plain = Data(facts=(Fact("1", ("The cat sleeps in the",), "sun"),))
-    assert "paraphrase" not in run_probes(grafted(), tokenizer, plain, ProbeOptions(max_new_tokens=2))["arms"]["graft"]
+    assert "paraphrase" not in run_probes(Subject(grafted(), tokenizer, plain, ProbeOptions(max_new_tokens=2)))["arms"]["graft"]
 
 
 def test_run_probes_on_text_gives_its_loss_by_arm(grafted: Make, tokenizer: Any, short_text: None) -> None:
     model = grafted()
-    report = run_probes(model, tokenizer, Data(texts=tuple(TEXT)))
+    report = run_probes(Subject(model, tokenizer, Data(texts=tuple(TEXT))))
     for scores in report["arms"].values():
-        assert set(scores) == {"text", "locality"} and set(scores["text"]) == {"ce", "n"}
+        assert set(scores) == {"text", "locality"} and set(scores["text"]) == {"ce", "perplexity", "bits_per_byte", "n"}
     assert report["arms"]["base"]["text"] == report["arms"]["memory_off"]["text"] != report["arms"]["graft"]["text"]
     assert "known" not in report and "examples" not in report
 
 
 def test_text_loss_is_the_mean_over_predicted_tokens(grafted: Make, tokenizer: Any) -> None:
     model = grafted()
-    report = text_loss(model, tokenizer, Data(texts=tuple(TEXT)), block_size=16)
+    subject = Subject(model, tokenizer, Data(texts=tuple(TEXT)), training=TrainOptions(block_size=16))
+    report = text_loss(subject, subject.blocks[0])["graft"]
     stream = [id for text in TEXT for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     losses = []
     for start in range(0, len(stream), 16):
@@ -476,7 +479,7 @@ def test_probes_leave_the_model_as_it_was(grafted: Make, ids: Tensor, tokenizer:
     modes = [module.training for module in model.modules()]
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     random = torch.get_rng_state()
-    run_probes(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2))
+    run_probes(Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2)))
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
@@ -503,7 +506,7 @@ def test_probes_see_damage_done_to_the_memory(grafted: Make, ids: Tensor, tokeni
 
 def test_probing_a_model_without_memory_is_refused(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="no memory"):
-        run_probes(tiny_model(), tokenizer, Data(facts=FACTS))
+        run_probes(Subject(tiny_model(), tokenizer, Data(facts=FACTS)))
 
 
 @pytest.mark.parametrize(

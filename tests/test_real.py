@@ -14,7 +14,7 @@ import engram_graft as eg
 from engram_graft.bases import ALIASES, load_base, packaged
 from engram_graft.compress import compress
 from engram_graft.data import Data, load_data
-from engram_graft.probes import run_probes
+from engram_graft.probes import Subject, run_probes
 from engram_graft.recipe import load_recipe
 from engram_graft.scoring import greedy
 from engram_graft.verify import verify_decoding
@@ -62,7 +62,7 @@ def test_identity_learning_decoding_and_reload_on_the_real_model(smollm2: Any, t
             "float32",
             "bfloat16",
         }
-        arms = run_probes(model, tokenizer, data)["arms"]
+        arms = run_probes(Subject(model, tokenizer, data))["arms"]
         assert arms["graft"]["recall"]["greedy_exact"] >= 0.75
         assert arms["shuffled"]["recall"]["greedy_exact"] <= 0.25
         assert arms["memory_off"] == arms["base"] and arms["base"]["locality"]["unchanged_positions"] == 1

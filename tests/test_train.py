@@ -20,7 +20,7 @@ from engram_graft.errors import PromiseError, UserError
 from engram_graft.grafted import memories
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import is_memory
-from engram_graft.probes import run_probes
+from engram_graft.probes import Subject, run_probes
 from engram_graft.recipe import Recipe, load_recipe
 from engram_graft.trainer import EngramTrainer
 
@@ -107,7 +107,7 @@ def test_training_stops_at_the_recall_asked_for(fresh: nn.Module, tokenizer: Any
 def test_plain_text_is_learnt_too(fresh: nn.Module, tokenizer: Any) -> None:
     data = Data(texts=("the cats sleep in the hills and the river rises in the sun " * 8,))
     eg.train(fresh, tokenizer, recipe(max_steps=30, block_size=32), data)
-    scores = run_probes(fresh, tokenizer, data)["arms"]
+    scores = run_probes(Subject(fresh, tokenizer, data))["arms"]
     # the most that a random base's small logits can say is about 0.6 nats
     assert scores["graft"]["text"]["ce"] < scores["base"]["text"]["ce"] - 0.4
     assert scores["memory_off"]["text"]["ce"] == scores["base"]["text"]["ce"]
