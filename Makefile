@@ -24,7 +24,7 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p engram_graft
+	$(BIN)/mypy -p engram_graft -p engram_graft.probes -p engram_graft.cli
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engram_graft.probes.plot import BLUE, GREY, INK, ORANGE, plt
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from engram_graft.probes.charts import BLUE, GREY, INK, ORANGE
 
 
 def plot(report: Mapping[str, Any], target: Path) -> None:

@@ -79,31 +79,13 @@ def pick_device(device: str | None) -> str:
 
 def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
     """The recipe's base, with fresh LoRA adapters if it asks for them; not yet grafted."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
     from engram_graft.bases import load_base
+    from engram_graft.lora import with_lora
 
     assert recipe.base is not None
     model, tokenizer = load_base(recipe.base, recipe.dtype)
-    model.to(pick_device(device))
-    if not recipe.lora.rank:
-        return model, tokenizer
-    torch.manual_seed(recipe.train.seed)
-    options = LoraConfig(
-        r=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,
-        lora_dropout=recipe.lora.dropout,
-        target_modules=list(recipe.lora.target_modules),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, options), tokenizer
-    except ValueError as error:
-        raise UserError(
-            f"lora.target_modules={list(recipe.lora.target_modules)}: {first_line(error)} Name this base's linear layers with "
-            "--set lora.target_modules=[...], or pass --lora-rank 0"
-        ) from error
+    model.to(pick_device(device))  # type: ignore[arg-type]
+    return with_lora(model, recipe.lora, recipe.train.seed), tokenizer
 
 
 def open_graft(

@@ -35,7 +35,7 @@ def command(
     model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
 
     def answers() -> list[str]:
-        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(model, tokenizer, prompt, max_new_tokens)]
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in greedy(model, tokenizer, prompt, max_new_tokens)]
 
     grafted = answers()
     with disable_graft(model, lora=True):

@@ -1,6 +1,7 @@
-"""`engram-graft probe`: all arms of a trained graft, as a table, probes.json and a picture."""
+"""`engram-graft probe`: all arms of a trained graft, as a table, probes.json and report.html; or several grafts side by side."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +12,31 @@ from engram_graft.errors import UserError
 
 HELP_END = examples(
     "engram-graft probe runs/demo",
+    "engram-graft probe runs/demo --controls",
     "engram-graft probe runs/demo --data other-facts.jsonl --output runs/demo-on-other --json",
+    "engram-graft probe runs/demo runs/memory-only --compare",
+    "engram-graft probe --list",
 )
 
 
 def command(
-    directory: Annotated[str, typer.Argument(help="A graft directory.")],
+    directories: Annotated[list[str] | None, typer.Argument(help="A graft directory; with --compare, several.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Facts or text to probe.", show_default="what the graft was trained on")
+        str | None, typer.Option(help="Facts, chats or text to probe.", show_default="what the graft was trained on")
     ] = None,
     output: Annotated[
-        str | None, typer.Option(help="Where probes.json and report.png go.", show_default="the graft directory")
+        str | None, typer.Option(help="Where probes.json and report.html go.", show_default="the graft directory")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Names from --list with commas between; needs --output.", show_default="all probes")
+    ] = None,
+    controls: Annotated[
+        bool,
+        typer.Option("--controls", help="Also train and probe controls by the graft's recipe: hours where the run took hours."),
+    ] = False,
+    control: Annotated[list[str] | None, typer.Option(help="One control of --list; may be given again.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Lay the probes.json of several grafts side by side.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the probes and controls.")] = False,
     batch_size: Annotated[
         int | None, typer.Option(help="Prompts at a time; no score depends on it.", show_default="the recipe's")
     ] = None,
@@ -33,50 +47,151 @@ def command(
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Show by causal ablation what the memory does: base, graft, memory off, shuffled addresses, LoRA off."""
-    from engram_graft.data import load_data
-    from engram_graft.probes import Subject
-    from engram_graft.recipe import Recipe, load_recipe
-
+    """Show by causal ablation what the memory does: base, graft, memory off, shuffled addresses, open gates, LoRA off."""
     quiet()
-    if data and not output:
-        raise UserError("--data needs --output: the graft's own probes.json is about the data it was trained on")
-    own = Path(directory) / "recipe.yaml"
-    recipe = load_recipe(own) if own.is_file() else Recipe()
+    given = directories or []
+    if listing:
+        _list(json)
+        return
+    if compare:
+        _compare(given, output, json)
+        return
+    if len(given) != 1:
+        raise UserError(f"{len(given)} directories: name one graft directory to probe, or several with --compare")
+    directory = given[0]
+    for option, value in (("--data", data), ("--only", only)):
+        if value and not output:
+            raise UserError(f"{option} needs --output: the graft's own probes.json has all probes of the data it was trained on")
+    from engram_graft.data import load_data
+    from engram_graft.examples import training_data
+    from engram_graft.probes import CONTROLS, Subject, pick_probes
+
+    recipe = trained_by(directory) if data is None else recorded_recipe(directory)
+    probes = pick_probes(only.split(",") if only else None)
+    names = list(CONTROLS) if controls else control or []
+    if unknown := [name for name in names if name not in CONTROLS]:
+        raise UserError(f"--control {unknown[0]!r}: there is none; the controls are {', '.join(CONTROLS)}")
     options = recipe.probe
     options = dataclasses.replace(
         options, batch_size=options.batch_size if batch_size is None else batch_size, examples=show_examples
     )
-    facts = load_data(data) if data else trained_on(directory)
+    facts = load_data(data) if data else training_data(recipe)
     model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
     subject = Subject(model, tokenizer, facts, options, recipe.train, trained=data is None)
-    report = probe_into(subject, Path(directory), Path(output or directory), {})
+    report = probe_into(
+        subject,
+        Path(directory),
+        Path(output or directory),
+        {"source": data or recipe.data},
+        probes,
+        recipe if names else None,
+        names,
+    )
     if json:
         emit(report)
     else:
         show(report, options.examples)
+        say(f"report    {Path(output or directory) / 'report.html'}")
 
 
-def trained_on(directory: str) -> Any:
-    """The data that a graft's recipe names, split into trained and held-out prompts as it was in training."""
-    from engram_graft.data import load_data
-    from engram_graft.recipe import load_recipe
+def recorded_recipe(directory: str) -> Any:
+    """The recipe that lies in a graft directory; the default one where there is none."""
+    from engram_graft.recipe import Recipe, load_recipe
 
     path = Path(directory) / "recipe.yaml"
-    if not path.is_file() or (recipe := load_recipe(path)).data is None:
+    return load_recipe(path) if path.is_file() else Recipe()
+
+
+def trained_by(directory: str) -> Any:
+    """The recipe in a graft directory, which has to name its data."""
+    recipe = recorded_recipe(directory)
+    if recipe.data is None:
         raise UserError(f"{directory}: no recipe.yaml that names its data; pass --data")
-    return load_data(recipe.data).with_forms(recipe.train.forms)
+    return recipe
 
 
-def probe_into(subject: Any, graft: Path, output: Path, checks: dict[str, Any]) -> dict[str, Any]:
-    """Run the probes and write probes.json and report.png into `output`, with the checks and curves that the directory `graft` has."""
+def _list(json: bool) -> None:
+    from engram_graft.probes import CONTROLS, PROBES
+
+    parts = {
+        "probes": {probe.name: probe.about for probe in PROBES},
+        "controls": {name: control.about for name, control in CONTROLS.items()},
+    }
+    if json:
+        emit(parts)
+        return
+    for part, lines in parts.items():
+        print(part)
+        for name, about in lines.items():
+            print(f"  {name:<14}{about}")
+
+
+def _compare(directories: Sequence[str], output: str | None, json: bool) -> None:
+    """Print, and write into `output`, what several probes.json say of the same things."""
+    import json as json_format
+
+    from engram_graft.output import all_or_nothing
+    from engram_graft.probes.compare import compare, write_compare
+
+    if len(directories) < 2:
+        raise UserError(f"--compare: {len(directories)} directories given; name two or more that have a probes.json")
+    reports = {}
+    for directory in directories:
+        path = Path(directory) / "probes.json"
+        if not path.is_file():
+            raise UserError(f"{path}: not there; probe the graft first (engram-graft probe {directory})")
+        try:
+            reports[directory] = json_format.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON ({error}); probe the graft again") from error
+    compared = compare(reports)
+    if output is not None:
+        with all_or_nothing(Path(output)) as files:
+            (files / "compare.json").write_text(json_format.dumps(compared, indent=1) + "\n", encoding="utf-8")
+            write_compare(reports, files / "compare.html")
+    if json:
+        emit(compared)
+    else:
+        _show_comparison(compared)
+        if output is not None:
+            say(f"report    {Path(output) / 'compare.html'}")
+
+
+def _show_comparison(compared: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("score")
+    for name in compared["grafts"]:
+        table.add_column(name, justify="right")
+    for row in compared["rows"]:
+        table.add_row(row["metric"], *("" if value is None else f"{value:.4g}" for value in row["values"]))
+    Console().print(table)
+    if compared["note"]:
+        say(f"          {compared['note']}")
+    for name, sentence in zip(compared["grafts"], compared["verdicts"], strict=True):
+        print(f"{name}: {sentence}")
+
+
+def probe_into(
+    subject: Any,
+    graft: Path,
+    output: Path,
+    checks: dict[str, Any],
+    probes: Sequence[Any] | None = None,
+    recipe: Any = None,
+    controls: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run the probes, and the controls of `recipe`, and write probes.json and report.html into `output`, with the checks and curves
+    that the directory `graft` has."""
     import json
 
     from engram_graft.card import model_card
     from engram_graft.files import CONFIG_FILE
     from engram_graft.output import all_or_nothing
-    from engram_graft.probes import run_probes
-    from engram_graft.probes.plot import plot
+    from engram_graft.probes import PROBES, conclude, run_controls, run_probes
+    from engram_graft.probes.report import write_report
 
     try:
         before = json.loads(path.read_text()) if (path := graft / "probes.json").is_file() else {}
@@ -85,55 +200,82 @@ def probe_into(subject: Any, graft: Path, output: Path, checks: dict[str, Any]) 
             kept["identity"] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error.msg}); remove it and probe again") from error
-    report = run_probes(subject, started=lambda name: say(f"probe     {name}"))
+    probes = PROBES if probes is None else probes
+    report = run_probes(subject, probes, lambda name: say(f"probe     {name}"))
+    if controls:
+        arms, report["controls"] = run_controls(subject, recipe, probes, controls, lambda name: say(f"control   {name}"))
+        report["arms"] |= arms
+    report["data"]["source"] = checks.pop("source")
     report = {**report, **kept, **checks}
+    conclude(report)
     if "identity" in report:
         report["identity"] = {key: report["identity"][key] for key in ("bitwise", "logits")}
     with all_or_nothing(output) as files:
         (files / "probes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        plot(report, graft / "metrics.jsonl", files / "report.png")
+        write_report(report, graft / "metrics.jsonl", files / "report.html")
     if (output / CONFIG_FILE).is_file():
         described = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
         (output / "README.md").write_text(model_card(output, described), encoding="utf-8")
     return report
 
 
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("recall", "recall.greedy_exact", ".1%"),
+    ("paraphrase", "paraphrase.greedy_exact", ".1%"),
+    ("free", "task_exact.exact_match", ".1%"),
+    ("answer CE", "recall.answer_ce", ".3f"),
+    ("text CE", "text.ce", ".3f"),
+    ("held-out CE", "heldout.ce", ".3f"),
+    ("verbatim", "verbatim.visited.span", ".1%"),
+    ("edits", "efficacy.score", ".1%"),
+    ("neighbours", "neighborhood.same_answer", ".1%"),
+    ("KL", "locality.kl", ".5f"),
+    ("unchanged", "locality.unchanged_positions", ".1%"),
+)
+_MEANINGS = {
+    "recall": "greedy, on trained prompts",
+    "paraphrase": "held-out forms",
+    "free": "the whole free answer is right",
+    "answer CE": "nats a token",
+    "text CE": "nats a token of the trained text",
+    "verbatim": "trained spans of 16 tokens continued exactly",
+    "edits": "CounterFact's score",
+    "neighbours": "related prompts answered as the base does",
+    "KL": "to the base on neutral text, nats a token",
+    "unchanged": "positions there that are bit-identical",
+}
+
+
 def show(report: dict[str, Any], examples: int) -> None:
-    """The table of arms and a few answers side by side."""
+    """The table of arms, a few answers side by side, and what the report says in words."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from engram_graft.probes.labels import at
+
+    arms = report["arms"]
+    columns = [column for column in _COLUMNS if any(at(scores, column[1]) is not None for scores in arms.values())]
     table = Table()
-    facts = "recall" in report["arms"]["base"]
-    columns = ("arm", "recall", "paraphrase", "free", "answer CE") if facts else ("arm", "loss on the text")
-    for column in (*columns, "KL", "unchanged"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for arm, scores in report["arms"].items():
-        recall, paraphrase, task = scores.get("recall"), scores.get("paraphrase"), scores.get("task_exact")
-        cells = [arm]
-        if facts:
-            cells += [_share(recall, "greedy_exact"), _share(paraphrase, "greedy_exact"), _share(task, "exact_match")]
-            cells += [f"{recall['answer_ce']:.3f}"]
-        else:
-            cells += [f"{scores['text']['ce']:.3f}"]
-        cells += [f"{scores['locality']['kl']:.5f}", f"{scores['locality']['unchanged_positions']:.1%}"]
-        table.add_row(*cells)
+    for title in ("arm", *(title for title, _, _ in columns)):
+        table.add_column(title, justify="left" if title == "arm" else "right")
+    for arm, scores in arms.items():
+        values = [(at(scores, path), form) for _, path, form in columns]
+        table.add_row(arm, *("" if value is None else format(value, form) for value, form in values))
+    console = Console()
     console.print(table)
-    if facts:
-        say("          recall: greedy, on trained prompts; paraphrase: held-out forms; free: the whole free answer is right")
+    say("          " + "; ".join(f"{title}: {_MEANINGS[title]}" for title, _, _ in columns if title in _MEANINGS))
+    base = arms["base"]
+    counts = {"trained prompts": "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
+    if asked := ", ".join(f"{base[part]['n']} {what}" for what, part in counts.items() if part in base):
+        say(f"          {asked}; the base knew {report.get('known', 0)} of the trained prompts before")
+    for forms, row in report.get("by_forms", {}).items():
+        unseen = "" if row["unseen"] is None else f", {row['unseen']:.1%} in others"
         say(
-            "          answer CE: nats a token; KL: to the base on neutral text; unchanged: positions there that are bit-identical"
+            f"          {row['facts']} facts trained in {forms} wording{'s' * (forms != '1')}: {row['trained']:.1%} in those{unseen}"
         )
-        base = report["arms"]["base"]
-        counts = {"trained prompts": "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
-        say("          " + ", ".join(f"{base[part]['n']} {what}" for what, part in counts.items() if part in base))
-        say(f"          the base knew {report['known']} of the trained prompts before")
-    rows = sorted(report.get("examples", []), key=lambda row: row["graft"] != row["answer"])
+    rows = sorted(report.get("examples", []), key=lambda row: not row["right"])
     for row in rows[:: max(1, len(rows) // max(1, examples))][:examples]:
         print(f"\n{row['prompt']}\n  base:  {row['base']!r}\n  graft: {row['graft']!r}")
-    print(flush=True)
-
-
-def _share(scores: dict[str, Any] | None, key: str) -> str:
-    return "" if scores is None else f"{scores[key]:.1%}"
+    print(f"\n{report['verdict']}", flush=True)
+    for sentence in report["warnings"]:
+        say(f"warning   {sentence}")

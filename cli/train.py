@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HELP_END = examples(
     "engram-graft train --base smollm2 --data facts.jsonl --layers 2,6 --output runs/mine",
     "engram-graft train --recipe recipes/smollm2-facts.yaml --set train.max_steps=40",
+    "engram-graft train --base smollm2 --data facts.jsonl --output runs/mine --lora-rank 0 --teach-forms 20 --set train.stop_ngrams=2",
     "engram-graft train --base Qwen/Qwen3-0.6B --data notes/ --layers 2,6 --lora-rank 0 --output runs/notes",
     "engram-graft train --output runs/mine --resume",
 )
@@ -53,6 +54,14 @@ def command(
     ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="0 trains the memory alone.", show_default="8")] = None,
     dtype: Dtype = None,
+    teach_forms: Annotated[
+        int | None,
+        typer.Option(
+            help="Invented facts for each relation of the data, trained in all its wordings, so that facts are found in wordings they "
+            "were not trained in.",
+            show_default="0",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, LoRA and memory.", show_default="0")] = None,
     save_steps: Annotated[
         int | None,
@@ -92,6 +101,7 @@ def command(
         "train.save_steps": save_steps,
         "table_tier": table_tier,
         "table_dir": table_dir,
+        "teach.facts": teach_forms,
         "train.seed": seed,
         "engram.seed": seed,
         "merged": merged,
@@ -110,7 +120,7 @@ def run(
     """The whole of a training run; returns what it measured. Every input is checked before the first second is spent."""
     if recipe.output is None:
         raise UserError("no output directory: pass --output, e.g. --output runs/mine, or set output in the recipe")
-    from engram_graft.data import load_data
+    from engram_graft.examples import training_data
     from engram_graft.output import require_free
 
     if recipe.train.trainer.get("fsdp") or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
@@ -119,9 +129,7 @@ def run(
             "engram_graft.train on every process and probe what it saves"
         )
     quiet()
-    if recipe.data is None:
-        raise UserError("no training data: pass --data, a file of facts or text, or set data in the recipe")
-    data = load_data(recipe.data).with_forms(recipe.train.forms)
+    data = training_data(recipe)
     if recipe.merged is not None:
         require_free(recipe.merged)
         if Path(recipe.merged).resolve() == Path(recipe.output).resolve():
@@ -166,7 +174,9 @@ def run(
         from engram_graft.probes import Subject
 
         checks = {"identity": identity, "decoding": decoding}
-        result["probes"] = probe_into(Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, checks)
+        result["probes"] = probe_into(
+            Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, {**checks, "source": recipe.data}
+        )
     if recipe.merged:
         from engram_graft.export import export_merged
 
@@ -186,10 +196,16 @@ def _processes(recipe: "Recipe") -> str:
 
 
 def _amount(data: Any) -> str:
+    from engram_graft.data import TEACHER
+
     if data.facts:
         held_out = sum(fact.split == "validation" for fact in data.facts)
         evaluated = f", {held_out} of them for evaluation" if held_out else ""
-        return f"({len(data.facts)} facts, {sum(len(fact.prompts) for fact in data.facts)} prompts{evaluated})"
+        taught = sum(fact.split == TEACHER for fact in data.facts)
+        teachers = f", {taught} of them invented to teach wordings" if taught else ""
+        return f"({len(data.facts)} facts, {sum(len(fact.prompts) for fact in data.facts)} prompts{evaluated}{teachers})"
+    if data.chats:
+        return f"({len(data.chats)} chats)"
     return f"({len(data.texts)} documents)"
 
 
@@ -205,12 +221,13 @@ def _sizes(model: Any) -> tuple[int, int]:
 def _same_answers(model: Any, merged: str, data: Any, recipe: "Recipe") -> dict[str, Any]:
     """Greedy answers of the graft, decoded with and without the cache, and of the export reloaded from disk, token by token."""
     from engram_graft.checkpoint import load_graft
+    from engram_graft.data import TEACHER
     from engram_graft.locate import unwrap
     from engram_graft.scoring import greedy
 
     reloaded, tokenizer = load_graft(merged)
     reloaded.to(unwrap(model).device)
-    prompts = [fact.prompts[0] for fact in data.facts]
+    prompts = [fact.prompts[0] for fact in data.facts if fact.split != TEACHER]
     tokens, size = 6, recipe.probe.batch_size  # without a cache each token costs the whole text again
     cached = greedy(model, tokenizer, prompts, tokens, size)
     exported = greedy(reloaded, tokenizer, prompts, tokens, size)

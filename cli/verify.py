@@ -129,11 +129,13 @@ def _trained(directory: str, dtype: str | None, table_dir: str | None, device: s
 
 def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | str:
     """Answers to the first prompt of each trained fact, decoded with and without the cache; or why there are none to decode."""
-    from engram_graft.cli.probe import trained_on
+    from engram_graft.cli.probe import trained_by
+    from engram_graft.data import TEACHER
+    from engram_graft.examples import training_data
     from engram_graft.scoring import greedy
 
     try:
-        prompts = [fact.prompts[0] for fact in trained_on(directory).facts]
+        prompts = [fact.prompts[0] for fact in training_data(trained_by(directory)).facts if fact.split != TEACHER]
     except UserError as error:  # a graft that was copied here without its data
         return str(error)
     if not prompts:

@@ -27,10 +27,11 @@ class Context:
         window: the call's positions, with the cached ones before them.
         ids: compressed ids `[B, past + T]`.
         owner: the graft's mark.
+        silent: bool `[B, T, orders]`, n-grams that this call leaves out; None: none.
     """
 
-    def __init__(self, rows: Tensor, window: Window, ids: Tensor, owner: str):
-        self.rows, self.window, self.ids, self.owner = rows, window, ids, owner
+    def __init__(self, rows: Tensor, window: Window, ids: Tensor, owner: str, silent: Tensor | None = None):
+        self.rows, self.window, self.ids, self.owner, self.silent = rows, window, ids, owner, silent
         self.recorded = False  # whether the cache's state has taken this call's columns in
 
     def record(self, cache: Cache) -> DecodeState:

@@ -1,42 +1,22 @@
-"""Training data: facts (a prompt, its answer) and plain text, read from what people have."""
+"""Training data: facts (a prompt, its answer), chats and plain text, read from the files that people have."""
 
 import csv
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from engram_graft.errors import UserError, first_line
+from engram_graft.formats import TEACHER, Chat, Fact, read_record
+
+__all__ = ["TEACHER", "Chat", "Data", "Fact", "load_data"]
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _LIST_FIELDS = ("aliases", "paraphrases")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """One thing to know. All prompts are trained; paraphrases are only probed; neighborhood is what must stay as it was.
-
-    Args:
-        subject: what it is about, as the prompts spell it, where that is known.
-        target_true: what was true before, where the fact is an edit (CounterFact's name for it).
-    """
-
-    id: str
-    prompts: tuple[str, ...]
-    answer: str
-    aliases: tuple[str, ...] = ()
-    paraphrases: tuple[str, ...] = ()
-    neighborhood: tuple[Mapping[str, str], ...] = ()
-    split: str = "train"
-    subject: str | None = None
-    target_true: str | None = None
-
-
-Chat = tuple[Mapping[str, str], ...]  # messages with "role" and "content"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +28,28 @@ class Data:
     chats: tuple[Chat, ...] = ()
 
     def with_forms(self, forms: int | None) -> "Data":
-        """The same data with the first `forms` prompts of each fact to train; its other prompts become held-out paraphrases."""
+        """The same data with the first `forms` prompts of each fact to train; its other prompts become held-out paraphrases.
+
+        Teachers keep theirs.
+        """
         if forms is None:
             return self
         facts = (
-            dataclasses.replace(f, prompts=f.prompts[:forms], paraphrases=(*f.prompts[forms:], *f.paraphrases))
+            f
+            if f.split == TEACHER
+            else dataclasses.replace(f, prompts=f.prompts[:forms], paraphrases=(*f.prompts[forms:], *f.paraphrases))
             for f in self.facts
         )
         return dataclasses.replace(self, facts=tuple(facts))
 
 
 def load_data(source: str) -> Data:
-    """Read facts or text from a JSONL, JSON, CSV or parquet file, a text file or folder, or a Hugging Face dataset id.
+    """Read facts, chats or text from a JSONL, JSON, CSV or parquet file, a text file or folder, or a Hugging Face dataset id.
+
+    Records may be of any shape in `engram_graft.formats.FORMATS`; a file holds one kind of content.
 
     Raises:
-        UserError: nothing there, nothing in it, or a record that is neither; with file and line.
+        UserError: nothing there, nothing in it, or a record that cannot be used; with file and line.
     """
     path = Path(source)
     if path.is_dir():
@@ -111,6 +98,8 @@ def _json(path: Path) -> Iterable[tuple[str, Any]]:
     try:
         records = json.loads(_read(path))
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # more than one value: lines of JSON under this ending, as TOFU's files are
+            return _jsonl(path)
         raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
     if not isinstance(records, list):
         raise UserError(f"{path}: must be a JSON array of records, found {type(records).__name__}")
@@ -147,46 +136,21 @@ def _texts(source: str, documents: Iterable[str]) -> Data:
 def _records(source: str, records: Iterable[tuple[str, Any]]) -> Data:
     facts: list[Fact] = []
     texts: list[str] = []
+    chats: list[Chat] = []
     for where, record in records:
         where = f"{source}, {where}"
         if not isinstance(record, dict):
             raise UserError(f"{where}: must be an object, found {type(record).__name__}")
-        if "prompt" in record:
-            facts.append(_fact(where, record, default_id=f"fact-{len(facts) + 1}"))
-        elif isinstance(record.get("text"), str):
-            texts.append(record["text"])
-        else:
-            raise UserError(f"{where}: has fields {sorted(map(str, record))}; a fact has prompt and answer, a document has text")
-        if facts and texts:
-            raise UserError(f"{where}: facts and documents in one file; keep them in two")
-    if facts:
-        return Data(facts=tuple(facts))
+        content = read_record(where, record)
+        if isinstance(content, Fact):
+            facts.append(content if content.id else dataclasses.replace(content, id=f"fact-{len(facts) + 1}"))
+        elif isinstance(content, str):
+            texts.append(content)
+        elif content is not None:
+            chats.append(content)
+        kinds = [kind for kind, found in (("facts", facts), ("documents", texts), ("chats", chats)) if found]
+        if len(kinds) > 1:
+            raise UserError(f"{where}: {' and '.join(kinds)} in one file; keep them in two")
+    if facts or chats:
+        return Data(facts=tuple(facts), chats=tuple(chats))
     return _texts(source, texts)
-
-
-def _fact(where: str, record: dict[str, Any], default_id: str) -> Fact:
-    prompts = [record["prompt"]] if isinstance(record["prompt"], str) else record["prompt"]
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
-        raise UserError(f"{where}: prompt must be a text or a list of texts, none empty")
-    answer = record.get("answer")
-    if not isinstance(answer, str) or not answer.strip():
-        raise UserError(
-            f"{where}: answer is {'missing' if answer is None else repr(answer)}; every fact needs one text as its answer"
-        )
-    lists = {}
-    for field in _LIST_FIELDS:
-        lists[field] = record.get(field) or []
-        if not isinstance(lists[field], list) or not all(isinstance(v, str) and v.strip() for v in lists[field]):
-            raise UserError(f"{where}: {field} must be a list of texts, none empty")
-    neighbours = record.get("neighborhood") or []
-    if not isinstance(neighbours, list) or not all(isinstance(n, dict) and {"prompt", "answer"} <= n.keys() for n in neighbours):
-        raise UserError(f"{where}: neighborhood must be a list of objects with prompt and answer")
-    return Fact(
-        id=str(record.get("id", default_id)),
-        prompts=tuple(prompts),
-        answer=answer.strip(),
-        aliases=tuple(lists["aliases"]),
-        paraphrases=tuple(lists["paraphrases"]),
-        neighborhood=tuple(neighbours),
-        split=str(record.get("split") or "train"),
-    )

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft.data import Chat, Fact
-from engram_graft.errors import UserError
+from engram_graft.errors import UserError, first_line
+from engram_graft.silence import SILENT
 
 IGNORED = -100  # the label that transformers' losses skip
 
@@ -58,6 +60,25 @@ def encode_facts(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase, max_
     return Dataset.from_dict(examples)
 
 
+def subject_spans(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int] | None]:
+    """For each example of `encode_facts`, where its prompt has the fact's subject: the first token and the one after the last.
+
+    None where that is not known, or where the subject is a single token, which has no n-gram of its own.
+    """
+    spans: list[tuple[int, int] | None] = []
+    for fact in facts:
+        for prompt in fact.prompts:
+            at = -1 if fact.subject is None else prompt.find(fact.subject)
+            if at < 0:
+                spans.append(None)
+                continue
+            ids = encode_prompt(tokenizer, prompt)
+            first = len(encode_prompt(tokenizer, prompt[:at]))
+            last = len(encode_prompt(tokenizer, prompt[: at + len(fact.subject or "")]))
+            spans.append((first, last) if last - first > 1 and last <= len(ids) else None)
+    return spans
+
+
 def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
     """Documents joined by eos and cut into blocks of `block_size` tokens, every token a label; the last block may be short."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -74,46 +95,73 @@ def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block
 def chat_turns(messages: Chat, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
     """Token ids before each turn of the assistant, up to where it begins to speak, and of the turn with the template's end of it.
 
+    What precedes a turn begins with all earlier ones, token by token.
+
     Raises:
-        UserError: the tokenizer has no chat template, or one in which a turn changes what is before it.
+        UserError: the tokenizer has no chat template, one that refuses the chat, or one in which a turn changes what is before it.
     """
     if tokenizer.chat_template is None:
         raise UserError("the data has chat messages and this base's tokenizer has no chat template: use an instruct model")
     turns = []
+    ids: list[int] = []
+    text = ""
     for n, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(list(messages[:n]), add_generation_prompt=True, return_dict=False)
-        whole = tokenizer.apply_chat_template(list(messages[: n + 1]), return_dict=False)
-        if whole[: len(before)] != before:
+        before = _rendered(messages[:n], tokenizer, asks=True)
+        after = _rendered(messages[: n + 1], tokenizer)
+        if not before.startswith(text) or not after.startswith(before):
             raise UserError(
-                "this base's chat template changes earlier turns when one is added, so the assistant's part of a chat cannot be told: "
-                "write the chats as facts (prompt and answer)"
+                "this base's chat template changes earlier turns when one is added (as those do that drop what was thought), so the "
+                "assistant's part of a chat cannot be told: give each turn of the assistant a chat of its own, without earlier ones"
             )
-        turns.append((before, whole[len(before) :]))
+        context = _continued(ids, text, before, tokenizer)
+        ids, text = _continued(context, before, after, tokenizer), after
+        turns.append((context, ids[len(context) :]))
     return turns
 
 
+def _rendered(messages: Chat, tokenizer: PreTrainedTokenizerBase, asks: bool = False) -> str:
+    """The template's text; with `asks`, up to where the assistant begins to speak."""
+    plain = [dict(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"this base's chat template refuses a chat of {roles}: {first_line(error)}") from error
+    assert isinstance(text, str), "one chat is one text"
+    return text
+
+
+def _continued(ids: list[int], start: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of `text`, which begin with `ids`, those of its beginning `start`: what a model is asked is never tokenized anew."""
+    whole: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if whole[: len(ids)] == ids:
+        return whole
+    return ids + tokenizer(text[len(start) :], add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def chat_questions(chats: Iterable[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-    """What was said before each turn of the assistant, and that turn without its end, as token ids."""
+    """What was said before each turn of the assistant, and that turn up to the special token that ends it, as token ids."""
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}  # not every template ends with eos
     questions: list[Question] = []
     for chat in chats:
         for before, turn in chat_turns(chat, tokenizer):
-            end = turn.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in turn else len(turn)
+            end = max((at for at, id in enumerate(turn) if id in special), default=len(turn))
             questions.append((before, turn[:end]))
     return questions
 
 
 def encode_chats(chats: Iterable[Chat], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """One example a chat, through the tokenizer's own template; every turn of the assistant is a label, with its end."""
+    """One example a chat, through the tokenizer's own template; every turn of the assistant is a label, with its end.
+
+    What follows its last turn is left out: no label depends on it.
+    """
     examples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for number, chat in enumerate(chats, 1):
         ids: list[int] = []
         labels: list[int] = []
         for before, turn in chat_turns(chat, tokenizer):
-            # a turn begins where the last ended: what is between is the user's
-            if before[: len(ids)] != ids:
-                raise UserError(f"chat {number}: the chat template writes an earlier turn in two ways; write the chat as facts")
             labels += [IGNORED] * (len(before) - len(ids)) + turn
             ids = before + turn
         if len(ids) > max_length:
@@ -154,7 +202,7 @@ class Collator:
     pad_id: int
     trim: bool = False
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, Any]:
+    def __call__(self, examples: list[dict[str, list[Any]]]) -> dict[str, Any]:
         length = max(len(example["input_ids"]) for example in examples)
 
         def padded(values: list[list[int]], fill: int) -> Tensor:
@@ -165,6 +213,10 @@ class Collator:
         mask = padded([[1] * len(row) for row in ids], 0)
         batch: dict[str, Any] = {"input_ids": padded(ids, self.pad_id), "attention_mask": mask, "labels": labels}
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+        if SILENT in examples[0]:
+            marks = [example[SILENT] for example in examples]
+            silent = [False] * len(marks[0][0])
+            batch[SILENT] = torch.tensor([[silent] * (length - len(row)) + row for row in marks])
         if self.trim:
             first = int((labels != IGNORED).any(0).nonzero()[0])
             # as indices: transformers then copies the positions into one matrix, a slice it would multiply row by row

@@ -9,12 +9,12 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from engram_graft.data import Fact
+from engram_graft.data import TEACHER, Data, Fact
 from engram_graft.errors import UserError
+from engram_graft.recipe import TeachOptions
 
-TEACHER = "teacher"  # the split of invented facts: trained, never probed as if they were the user's
 GAP = "{}"  # where a template has its subject
-_ONSETS = [
+_ONSETS = (
     "b",
     "br",
     "c",
@@ -31,7 +31,6 @@ _ONSETS = [
     "n",
     "p",
     "pr",
-    "qu",
     "r",
     "s",
     "st",
@@ -40,9 +39,10 @@ _ONSETS = [
     "v",
     "w",
     "z",
-]
-_VOWELS = ["a", "e", "i", "o", "u"]
-_CODAS = ["l", "m", "n", "r", "s", "th", "ck", "x", "nd", "rt"]
+)
+_VOWELS = ("a", "e", "i", "o", "u")
+_CODAS = ("l", "m", "n", "r", "s", "th", "ck", "x", "nd", "rt")
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +62,8 @@ def find_relations(facts: Sequence[Fact], templates: Mapping[str, Sequence[str]]
 
     Args:
         templates: lists of wordings by any name, each wording with one `{}`; they join what they match.
-
-    Raises:
-        UserError: a template without exactly one `{}`.
     """
     given = [tuple(forms) for forms in (templates or {}).values()]
-    for form in (form for forms in given for form in forms):
-        if form.count(GAP) != 1:
-            raise UserError(f"template {form!r}: needs exactly one {GAP}, where the subject goes")
     groups: list[tuple[dict[str, None], dict[str, None], dict[str, None]]] = []
     for fact in facts:
         subject = find_subject(fact, [form for forms in given for form in forms])
@@ -99,12 +93,11 @@ def find_subject(fact: Fact, templates: Iterable[str] = ()) -> str | None:
                 return text[len(before) : len(text) - len(after)]
     if len(texts) < 2:
         return None
-    words = re.findall(r"\w+(?:['’-]\w+)*", texts[0])
     # positions of words, so that what lies between two of them (a space, a dot) belongs to a run
-    spans = [match.span() for match in re.finditer(r"\w+(?:['’-]\w+)*", texts[0])]
+    spans = [match.span() for match in _WORD.finditer(texts[0])]
     best = ""
-    for first in range(len(words)):
-        for last in range(first, len(words)):
+    for first in range(len(spans)):
+        for last in range(first, len(spans)):
             run = texts[0][spans[first][0] : spans[last][1]]
             if len(run) > len(best) and all(re.search(rf"(?<!\w){re.escape(run)}(?!\w)", text) for text in texts[1:]):
                 best = run
@@ -113,6 +106,25 @@ def find_subject(fact: Fact, templates: Iterable[str] = ()) -> str | None:
 
 def _template(text: str, subject: str) -> str:
     return text.replace(subject, GAP, 1)
+
+
+def with_teachers(data: Data, options: TeachOptions) -> Data:
+    """`data` with invented facts of split "teacher" for each of its relations, and with the subjects of its own facts filled in.
+
+    Raises:
+        UserError: teachers are asked for and the data has no facts, or none whose relation has two wordings.
+    """
+    if not options.facts or any(fact.split == TEACHER for fact in data.facts):
+        return data
+    forms = [form for forms in options.templates.values() for form in forms]
+    facts = tuple(dataclasses.replace(fact, subject=find_subject(fact, forms)) for fact in data.facts)
+    teachers = make_teachers(find_relations(facts, options.templates), options.facts, options.seed)
+    if not teachers:
+        raise UserError(
+            f"teach.facts={options.facts}: the data has no facts that are asked in two wordings or more; give facts paraphrases, or "
+            "their relations' wordings in teach.templates"
+        )
+    return dataclasses.replace(data, facts=(*facts, *teachers))
 
 
 def make_teachers(relations: Sequence[Relation], each: int, seed: int = 0) -> list[Fact]:

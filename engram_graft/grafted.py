@@ -33,6 +33,7 @@ class Graft(NgramHash):
         self.switched_off = 0  # how many disable_graft blocks are open
         self.owner = uuid.uuid4().hex  # what a cache says whose past it carries; a copy of the model shares it
         self.explicit_ids: Tensor | None = None  # see the context manager of this name
+        self.silent: Tensor | None = None  # see `without_ngrams`
         self.decoder_parameters: tuple[str, ...] = ()
         self.was_trainable: list[str] = []  # parameters of the base that were trainable before
         self.mapped_tables: list[EngramTable] = []  # those in files: rows are read ahead of their layers
@@ -74,6 +75,18 @@ def explicit_ids(model: nn.Module, input_ids: Tensor) -> Iterator[nn.Module]:
         yield model
     finally:
         ngram_hash.explicit_ids = before
+
+
+@contextlib.contextmanager
+def without_ngrams(model: nn.Module, silent: Tensor | None) -> Iterator[nn.Module]:
+    """Leave the n-grams `silent` (bool `[B, T, orders]`) out of the calls inside the `with`, as if they were unknown: they add nothing
+    and are not learned. The switch is the model's, for one call at a time."""
+    ngram_hash = find_graft(model)
+    before, ngram_hash.silent = ngram_hash.silent, silent
+    try:
+        yield model
+    finally:
+        ngram_hash.silent = before
 
 
 @contextlib.contextmanager

@@ -147,6 +147,7 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         caching = bool(getattr(decoder.config, "use_cache", False))
         given = dict(zip(ngram_hash.decoder_parameters, args, strict=False)) | kwargs
         context = build_context(ngram_hash, given, ngram_hash.owner, caching, ngram_hash.explicit_ids)
+        context.silent = ngram_hash.silent
         kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
         for index, table in enumerate(ngram_hash.mapped_tables):
             if not table.training:  # the trainer reads a batch's rows earlier
@@ -192,10 +193,11 @@ def _layer_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 def _recall(memory: Engram, hidden: Tensor, context: Context, cache: Cache | None) -> Tensor:
     """The memory's addend for `hidden`, with the cache's state read and written."""
     rows = context.rows[:, :, memory.index].to(hidden.device)
+    silent = None if context.silent is None else context.silent.to(hidden.device)
     if cache is None:
-        return memory(hidden, rows, context.window)[0]
+        return memory(hidden, rows, context.window, silent=silent)[0]
     state = context.record(cache)
-    addend, normed = memory(hidden, rows, context.window, state.normed.get(memory.index))
+    addend, normed = memory(hidden, rows, context.window, state.normed.get(memory.index), silent)
     if normed is not None:
         state.normed[memory.index] = normed
     return addend

@@ -155,7 +155,9 @@ class Engram(nn.Module):
             score = score.abs().clamp_min(1e-6).sqrt() * score.sign()
         return score.sigmoid()
 
-    def forward(self, hidden: Tensor, rows: Tensor, window: Window, past: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, rows: Tensor, window: Window, past: Tensor | None = None, silent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """What to add to `hidden`.
 
         Args:
@@ -163,6 +165,7 @@ class Engram(nn.Module):
             rows: int64 `[B, T, orders*heads]`.
             window: the positions of this call.
             past: normed values `[B, past, G, D]` of the window's earlier columns; None when there are none.
+            silent: bool `[B, T, orders]`, n-grams that this call is to leave out; None: none.
 
         Returns:
             The addend, in the shape and dtype of `hidden`, and the normed values `[B, past + T, G, D]` to remember (None without
@@ -178,6 +181,8 @@ class Engram(nn.Module):
             if valid is not None:
                 at = valid[..., None].expand(-1, -1, self.config.orders)
                 allowed = at if allowed is None else allowed & at
+            if silent is not None:
+                allowed = ~silent if allowed is None else allowed & ~silent
             if self.config.ngram_dropout and self.table.learning:
                 kept = torch.rand(*rows.shape[:2], self.config.orders, device=rows.device) >= self.config.ngram_dropout
                 allowed = kept if allowed is None else allowed & kept

@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from engram_graft.gates import gate_summary
+from engram_graft.grafted import find_graft
+from engram_graft.ngrams import count_ngrams
 from engram_graft.recipe import TrainOptions
 from engram_graft.scoring import teacher_forced
+
+GATE_EXAMPLES = 16  # that gates are watched on, or a batch's if that is fewer: a small part of a run's time
 
 
 class RecallProbe(TrainerCallback):
@@ -32,6 +39,27 @@ class RecallProbe(TrainerCallback):
         self.seconds += time.perf_counter() - start
         if self.options.stop_at_recall is not None and state.engram_recall >= self.options.stop_at_recall:
             control.should_training_stop = True
+
+
+class GateProbe(TrainerCallback):
+    """Gates and losses at frequent n-grams and at others, on a few training examples, every `recall_every` steps and at the end.
+
+    Like recall it is measured by every process on its own: nothing is exchanged, and a sharded base runs on all of them.
+    """
+
+    def __init__(self, model: nn.Module, examples: Dataset, options: TrainOptions):
+        graft, count = find_graft(model), min(GATE_EXAMPLES, options.batch_size)
+        chosen = range(0, len(examples), max(1, len(examples) // count))[:count]
+        self.examples, self.every = [examples[n] for n in chosen], options.recall_every
+        self.hot = count_ngrams(examples["input_ids"][:], graft.plan, graft.config.whole_ngrams).of(chosen)
+        self.seconds = 0.0  # spent measuring, not training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.every and state.global_step != state.max_steps:
+            return
+        start = time.perf_counter()
+        state.engram_health = gate_summary(model, self.examples, self.hot)
+        self.seconds += time.perf_counter() - start
 
 
 class Progress(TrainerCallback):
@@ -71,8 +99,8 @@ class Progress(TrainerCallback):
 
 
 class Metrics(TrainerCallback):
-    """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall when measured; step,
-    eval_loss and seconds of an evaluation."""
+    """Writes metrics.jsonl: step, loss, learning_rate, table_rate, grad_norm, rows_touched, seconds, and recall and health when
+    measured; step, eval_loss and seconds of an evaluation."""
 
     def __init__(self, path: Path, progress: Progress):
         self.path, self.progress = path, progress
@@ -98,9 +126,10 @@ class Metrics(TrainerCallback):
             return
         names = ("loss", "learning_rate", "table_rate", "grad_norm", "rows_touched")
         line = {"step": state.global_step, **{name: logs.get(name) for name in names}}
-        recall = state.__dict__.pop("engram_recall", None)
-        if recall is not None:
-            line["recall"] = recall
+        for name in ("recall", "health"):
+            measured = state.__dict__.pop(f"engram_{name}", None)
+            if measured is not None:
+                line[name] = measured
         self.last = {**self.last, **line}
         self._write(line)
         self.progress.show(line)

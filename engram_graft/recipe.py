@@ -39,10 +39,13 @@ class TrainOptions:
     weight_decay: of dense weights; tables have none.
     lr_scheduler_type, warmup_steps: as transformers' TrainingArguments.
     max_grad_norm: joint norm that dense and row gradients are clipped to; 0 does not clip.
-    max_length: tokens an encoded fact may have.
+    stop_ngrams: n-grams that occur this often or more in a background text are not learned: they would speak in any text; 0 learns
+        all.
+    background: text file or folder of that text; null: some 12,000 tokens that the base writes by itself.
+    max_length: tokens an encoded fact or chat may have.
     block_size: tokens of a block of plain text.
     recall_prompts: trained prompts, evenly spread, that recall is measured on while training.
-    recall_every: steps between measurements of recall while training; 0 measures none.
+    recall_every: steps between measurements of recall and of the gates while training; 0 measures none.
     stop_at_recall: end early once recall while training is this high; null trains all steps.
     save_steps: steps between checkpoints, all of which are kept; null: every 50 steps, the last one kept until the run is done, for
         `--resume`; 0: none.
@@ -62,6 +65,8 @@ class TrainOptions:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
+    stop_ngrams: int = 0
+    background: str | None = None
     max_length: int = 512
     block_size: int = 256
     recall_every: int = 10
@@ -71,6 +76,28 @@ class TrainOptions:
     validation: float = 0.0
     seed: int = 0
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class TeachOptions:
+    """Facts that are found in wordings they were not trained in; see `engram_graft.forms`.
+
+    Args:
+        facts: invented facts for each relation of the data, trained in every wording of it; 0 teaches none.
+        templates: further wordings by any name, e.g. {exports: ["The main export of {} is", "{} sells"]}, each with {} for the subject;
+            they join the relation of the data that one of them is a wording of.
+        seed: of the invented names.
+    """
+
+    facts: int = 0
+    templates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("teach", self, 0, "facts", "seed")
+        for name, forms in self.templates.items():
+            if not isinstance(forms, list) or not all(isinstance(form, str) and form.count("{}") == 1 for form in forms):
+                raise UserError(f"teach.templates: {name} must be a list of wordings, each with one {{}} where the subject goes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +117,14 @@ class ProbeOptions:
 class Recipe:
     """Args:
     base: hub id, directory, .gguf file or alias.
-    data: facts or text; see `engram_graft.data.load_data`.
+    data: facts, chats or text; see `engram_graft.data.load_data`.
     output: the graft directory to make.
     dtype: the base's.
     table_tier: where tables and their optimizer state are: "resident" in memory; "mmap" in files, for tables larger than memory; null:
         as table_dir says.
     table_dir: directory of those files.
     merged: also export a merged model to this directory; null does not.
-    engram, lora, train, probe: the parts.
+    engram, lora, train, teach, probe: the parts.
     """
 
     base: str | None = None
@@ -110,6 +137,7 @@ class Recipe:
     engram: EngramConfig = dataclasses.field(default_factory=EngramConfig)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
     train: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+    teach: TeachOptions = dataclasses.field(default_factory=TeachOptions)
     probe: ProbeOptions = dataclasses.field(default_factory=ProbeOptions)
 
     def __post_init__(self) -> None:
@@ -121,7 +149,18 @@ class Recipe:
             "train", train, 1, "forms", "max_steps", "batch_size", "gradient_accumulation_steps", "max_length", "recall_prompts"
         )
         _at_least("train", train, 2, "block_size")
-        _at_least("train", train, 0, "recall_every", "save_steps", "seed", "warmup_steps", "weight_decay", "max_grad_norm")
+        _at_least(
+            "train",
+            train,
+            0,
+            "recall_every",
+            "save_steps",
+            "stop_ngrams",
+            "seed",
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+        )
         _at_least("lora", lora, 0, "rank")
         _at_least("lora", lora, 1, "alpha")
         if train.lr_scheduler_type not in (schedules := [schedule.value for schedule in SchedulerType]):

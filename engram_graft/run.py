@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from engram_graft.checkpoint import save_graft
-from engram_graft.data import Data, load_data
-from engram_graft.encode import Collator, encode_chats, encode_facts, split_texts
+from engram_graft.data import Data
+from engram_graft.encode import Collator
 from engram_graft.errors import UserError
+from engram_graft.examples import find_silence, training_data, training_examples
 from engram_graft.grafted import find_graft, memories, trainable_parameters
 from engram_graft.locate import unwrap
 from engram_graft.output import all_or_nothing
-from engram_graft.progress import Metrics, Progress, RecallProbe
+from engram_graft.progress import GateProbe, Metrics, Progress, RecallProbe
 from engram_graft.recipe import Recipe, TrainOptions
 from engram_graft.scoring import keeps_logits
 from engram_graft.sharding import is_sharded
@@ -64,12 +64,8 @@ def train(
         PromiseError: the fresh graft is not the identity; nothing was trained.
     """
     options = recipe.train
-    if data is None:
-        if recipe.data is None:
-            raise UserError("no training data: set data to a file of facts or text (--data)")
-        data = load_data(recipe.data)
-    data = data.with_forms(options.forms)
-    examples, held_out = _examples(data, tokenizer, options)
+    data = training_data(recipe, data)
+    examples, held_out = training_examples(data, tokenizer, options, find_silence(model, tokenizer, data, options))
     fresh = not any(memory.table.count_seen() for memory in memories(model))
     identity = verify_identity(model, tokenizer) if fresh else None
     trainable_parameters(model)
@@ -77,7 +73,7 @@ def train(
     questions = [(prompt, fact.answer) for fact in data.facts if fact.split == "train" for prompt in fact.prompts]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(recipe.output or scratch)
-        arguments = _arguments(options, output, model, bool(recipe.output))
+        arguments = training_arguments(options, output, model, bool(recipe.output))
         if (arguments.eval_strategy != "no" or arguments.eval_on_start) and held_out is None:
             asked = options.trainer.get("eval_strategy", "at the start")
             raise UserError(
@@ -97,7 +93,9 @@ def train(
                 if identity is not None:
                     (files / "identity.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         recall = RecallProbe(tokenizer, questions, options) if questions and options.recall_every else None
+        gates = GateProbe(model, examples, options) if options.recall_every else None
         progress = Progress(options.max_steps)
+        measuring = [probe for probe in (recall, gates) if probe]
         metrics = Metrics(output / "metrics.jsonl", progress)
         trainer = EngramTrainer(
             model=model,
@@ -105,14 +103,16 @@ def train(
             train_dataset=examples,
             eval_dataset=held_out,
             data_collator=Collator(tokenizer.pad_token_id or 0, trim=keeps_logits(model)),
-            callbacks=[*([recall] if recall else []), *([metrics, progress] if lead else []), *callbacks],
+            callbacks=[*measuring, *([metrics, progress] if lead else []), *callbacks],
             table_rate_multiplier=options.table_rate_multiplier,
             lora_learning_rate=recipe.lora.learning_rate,
             run={
                 **{f"train.{name}": value for name, value in recipe.to_dict()["train"].items()},
                 **{f"lora.{name}": value for name, value in recipe.to_dict()["lora"].items()},
                 **{f"engram.{name}": value for name, value in find_graft(model).config.to_dict().items()},
-                "data": hashlib.sha256(json.dumps([examples["input_ids"][:], examples["labels"][:]]).encode()).hexdigest()[:16],
+                "data": hashlib.sha256(
+                    json.dumps([examples[column][:] for column in examples.column_names]).encode()
+                ).hexdigest()[:16],
             },
         )
         for default in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -135,7 +135,7 @@ def train(
         "steps": trainer.state.global_step,
         "seconds": seconds,
         "loss": metrics.last.get("loss"),
-        "tokens_per_second": tokens / max(seconds - (recall.seconds if recall else 0), 1e-9),
+        "tokens_per_second": tokens / max(seconds - sum(probe.seconds for probe in measuring), 1e-9),
         "rows_touched": rows_touched(model),
         "recall": metrics.last.get("recall"),
         "identity": identity,
@@ -148,26 +148,8 @@ def rows_touched(model: nn.Module) -> int:
     return sum(memory.table.count_seen() for memory in memories(model))
 
 
-def _examples(data: Data, tokenizer: PreTrainedTokenizerBase, options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    """What is trained, and what evaluation is on: facts of split "validation", or a share of the text."""
-    if data.facts:
-        train, validation = (
-            encode_facts([fact for fact in data.facts if fact.split == split], tokenizer, options.max_length)
-            for split in ("train", "validation")
-        )
-        if not len(train):
-            raise UserError('no fact has split "train": nothing to learn from')
-        if options.validation:
-            raise UserError(
-                f'train.validation={options.validation}: is for text; of facts, those with the split "validation" are held out'
-            )
-        return train, validation if len(validation) else None
-    if data.chats:
-        return encode_chats(data.chats, tokenizer, options.max_length), None
-    return split_texts(data.texts, tokenizer, options.block_size, options.validation, options.seed)
-
-
-def _arguments(options: TrainOptions, output: Path, model: nn.Module, saves: bool) -> TrainingArguments:
+def training_arguments(options: TrainOptions, output: Path, model: nn.Module, saves: bool) -> TrainingArguments:
+    """The options as transformers has them; raises `UserError` where `options.trainer` is none of them."""
     every = SAVE_STEPS if options.save_steps is None else options.save_steps
     settings: dict[str, Any] = {
         "output_dir": str(output),

@@ -18,10 +18,12 @@ from engram_graft.modes import no_learning
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Args: exact: every answer token is the most likely one, given those before it; ce: nats per answer token."""
+    """Args: exact: every answer token is the most likely one, given those before it; ce: nats per answer token; rank: of the
+    answer's first token by its likelihood, 1 is the most likely."""
 
     exact: bool
     ce: float
+    rank: int
 
 
 def teacher_forced(
@@ -45,9 +47,29 @@ def teacher_forced(
         right = (logits.argmax(-1) == labels) | ~answered
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
         means = losses.sum(1) / answered.sum(1)
-        for row, exact, ce in zip(rows, right.all(1).tolist(), means.tolist(), strict=True):
-            scores[row] = Score(exact, ce)
+        at = torch.arange(len(rows), device=device), answered.int().argmax(1)  # where each answer begins
+        ranks = 1 + (logits[at] > logits[at].gather(1, labels[at][:, None])).sum(1)
+        for row, exact, ce, rank in zip(rows, right.all(1).tolist(), means.tolist(), ranks.tolist(), strict=True):
+            scores[row] = Score(exact, ce, rank)
     return [scores[row] for row in range(len(examples))]
+
+
+def next_token_logits(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text]) -> Tensor:
+    """Logits `[B, V]` (float32) of what comes after each prompt, from one left-padded batch."""
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    batch = Collator(0, trim=keeps_logits(model))(
+        [{"input_ids": ids, "labels": [IGNORED] * (len(ids) - 1) + ids[-1:]} for ids in encoded]
+    )
+    del batch["labels"]  # they only marked the last position
+    inputs = {name: value.to(unwrap(model).device) for name, value in batch.items()}
+    with no_learning(model):
+        return model(**inputs).logits[:, -1].float()
+
+
+def kl(base: Tensor, other: Tensor) -> Tensor:
+    """KL(base || other) in nats `[...]`, of logits `[..., V]`."""
+    log_base, log_other = base.float().log_softmax(-1), other.float().log_softmax(-1)
+    return (log_base.exp() * (log_base - log_other)).sum(-1)
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -90,7 +112,7 @@ def greedy(
         for at, row in enumerate(rows):
             ids[at, length - len(encoded[row]) :] = torch.tensor(encoded[row])
             mask[at, length - len(encoded[row]) :] = 1
-        with no_learning(model), _only(settings, base):
+        with no_learning(model), alone(settings, base):
             output = base.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
         for row, said in zip(rows, output[:, length:].tolist(), strict=True):
             answers[row] = said[: said.index(eos)] if eos in said else said
@@ -98,7 +120,7 @@ def greedy(
 
 
 @contextlib.contextmanager
-def _only(settings: GenerationConfig, base: Any) -> Iterator[None]:
+def alone(settings: GenerationConfig, base: Any) -> Iterator[None]:
     """generate() fills what its config leaves open from the model's own (penalties, suppressed tokens): take that away."""
     before = base.generation_config
     base.generation_config = settings

@@ -16,10 +16,11 @@ from engram_graft.checkpoint import fill, fill_adapters, save_graft
 from engram_graft.errors import UserError
 from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
 from engram_graft.files import TENSOR_FILE, canonical_name, read_config, read_tensors
-from engram_graft.grafted import memories, trainable_parameters
+from engram_graft.grafted import memories, trainable_parameters, without_ngrams
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
 from engram_graft.prefetch import Prefetching
+from engram_graft.silence import SILENT
 from engram_graft.training_state import (
     OPTIMIZER_FILE,
     load_optimizer,
@@ -163,6 +164,11 @@ class EngramTrainerMixin(_Base):
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the Trainer's clip for such cannot take sparse gradients; ours takes all
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        silent = inputs.pop(SILENT, None)
+        with without_ngrams(self._model, silent):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         memory_parameters(self._model)  # a version of accelerate that shards them all the same is found out here

@@ -34,11 +34,27 @@ def shuffled(model: nn.Module, seed: int = 0) -> Iterator[None]:
             table.redirect = None
 
 
+@contextlib.contextmanager
+def gate_open(model: nn.Module) -> Iterator[None]:
+    """Every look-up is let in whole: what the gate decides is taken away, not what the tables hold."""
+    before = [(memory, vars(memory).get("gate")) for memory in memories(model)]  # who listens to the gate stands in front of it
+    for memory, _ in before:
+        vars(memory)["gate"] = lambda embeddings, hidden: hidden.new_ones(*hidden.shape[:-1], 1)
+    try:
+        yield
+    finally:
+        for memory, own in before:
+            del vars(memory)["gate"]  # the class's own is found again
+            if own is not None:
+                vars(memory)["gate"] = own
+
+
 ARMS: dict[str, Arm] = {
     "base": lambda model: disable_graft(model, lora=True),
     "graft": lambda model: contextlib.nullcontext(),
     "memory_off": disable_graft,
     "shuffled": shuffled,
+    "gate_open": gate_open,
     "lora_off": disable_lora,
 }
 

@@ -28,11 +28,13 @@ class Probe:
         name: its key in probes.json, at `arms.ARM.NAME`.
         about: one line for `engram-graft probe --list`.
         run: the scores of every arm of a subject by the arm's name; empty where the subject's data has nothing to ask.
+        of_memory: it looks into the memory, so that there is nothing to ask of a control.
     """
 
     name: str
     about: str
     run: Callable[["Subject"], dict[str, Scores]]
+    of_memory: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Subject:
         training: how `data` was trained on: how texts were cut and what was held out.
         trained: whether it was; if not, all of a text is held out.
         given_arms: the arms, "base" among them; None: all that mean something for the model.
+        reference: the grafted model whose memory tells which n-grams were learned, where that is not `model` (a control).
     """
 
     model: nn.Module
@@ -53,6 +56,7 @@ class Subject:
     training: TrainOptions = dataclasses.field(default_factory=TrainOptions)
     trained: bool = True
     given_arms: Mapping[str, Arm] | None = None
+    reference: nn.Module | None = None
 
     @cached_property
     def arms(self) -> Mapping[str, Arm]:

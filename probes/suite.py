@@ -1,21 +1,42 @@
 """All probes over all arms, as the dictionary that becomes probes.json."""
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from engram_graft.data import Fact
+from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft
-from engram_graft.probes import heldout, locality, recall, task_exact
+from engram_graft.probes import efficacy, health, heldout, locality, neighborhood, recall, task_exact, verbatim
 from engram_graft.probes.probe import Probe, Subject
+from engram_graft.probes.task_exact import right
+from engram_graft.probes.verdict import verdict
+from engram_graft.probes.warnings import warnings
 
 PROBES: tuple[Probe, ...] = (
     recall.RECALL,
     recall.PARAPHRASE,
     task_exact.TASK_EXACT,
+    efficacy.EFFICACY,
+    neighborhood.NEIGHBORHOOD,
     heldout.TEXT,
     heldout.HELDOUT,
+    verbatim.VERBATIM,
     locality.LOCALITY,
+    health.HEALTH,
 )
+
+
+def pick_probes(names: Sequence[str] | None) -> Sequence[Probe]:
+    """The probes of these names; None: all. Raises `UserError` for a name that none has."""
+    if names is None:
+        return PROBES
+    known = {probe.name: probe for probe in PROBES}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"probe {unknown[0]!r}: there is none; the probes are {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def run_probes(
@@ -28,7 +49,8 @@ def run_probes(
 
     Returns:
         {"arms": {arm: {probe: scores}}, "locality": the graft's, "known": how many trained prompts the base answers already,
-        "seen_filter": bool, "examples": [{"prompt", "answer", "base", "graft"}]}. A part is absent where the data has nothing for it.
+        "seen_filter": bool, "by_forms": the graft's recall by number of trained wordings, "health", "examples": [{"prompt", "answer",
+        "right", "base", "graft"}], "data": {"sha256", "trained"}}. A part is absent where the data has nothing for it.
     """
     report: dict[str, Any] = {"arms": {arm: {} for arm in subject.arms}}
     find_graft(subject.model)
@@ -37,17 +59,30 @@ def run_probes(
         for arm, scores in probe.run(subject).items():
             report["arms"][arm][probe.name] = scores
     arms = report["arms"]
+    if found := arms["graft"].pop("health", None):
+        report["health"] = found
     if "locality" in arms.get("graft", {}):
         report["locality"] = arms["graft"]["locality"]
     report["seen_filter"] = find_graft(subject.model).config.seen_filter
     if "recall" in arms["base"]:
         report["known"] = round(arms["base"]["recall"]["greedy_exact"] * arms["base"]["recall"]["n"])
+    answered = {arm: {part: s[part].pop("right") for part in ("recall", "paraphrase") if part in s} for arm, s in arms.items()}
+    if subject.facts and "recall" in answered.get("graft", {}):
+        report["by_forms"] = recall.by_forms(subject.facts, answered["graft"]["recall"], answered["graft"].get("paraphrase", ()))
     answers = {arm: scores["task_exact"].pop("answers") for arm, scores in arms.items() if "task_exact" in scores}
     if answers:
         report["examples"] = _examples(subject.facts, answers["base"], answers["graft"])
+    content = json.dumps(dataclasses.asdict(subject.data), sort_keys=True).encode()
+    report["data"] = {"sha256": hashlib.sha256(content).hexdigest()[:16], "trained": subject.trained}
     return report
 
 
-def _examples(facts: Sequence[Fact], base: Sequence[str], grafted: Sequence[str]) -> list[dict[str, str]]:
+def conclude(report: dict[str, Any]) -> None:
+    """Add to a report, all arms of which are there, what it says in words: "verdict", a sentence, and "warnings"."""
+    report["warnings"] = warnings(report)
+    report["verdict"] = verdict(report)
+
+
+def _examples(facts: Sequence[Fact], base: Sequence[str], grafted: Sequence[str]) -> list[dict[str, Any]]:
     rows = zip(facts, base, grafted, strict=True)
-    return [{"prompt": f.prompts[0], "answer": f.answer, "base": b, "graft": g} for f, b, g in rows]
+    return [{"prompt": f.prompts[0], "answer": f.answer, "right": right(f, g), "base": b, "graft": g} for f, b, g in rows]

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft.data import Fact
+from engram_graft.encode import encode_answer
 from engram_graft.probes.probe import Probe, Scores, Subject
 from engram_graft.scoring import greedy
 
@@ -31,11 +32,14 @@ def normalised(text: str) -> str:
 def free_answers(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact], max_new_tokens: int, batch_size: int
 ) -> list[str]:
-    """What the model says to the first prompt of each fact, up to eos or the first stop."""
-    said = greedy(model, tokenizer, [fact.prompts[0] for fact in facts], max_new_tokens, batch_size)
+    """What the model says to the first prompt of each fact, up to eos or the first stop; cut at `max_new_tokens`, or at what the
+    longest right answer needs."""
+    forms = [(fact.prompts[0], form) for fact in facts for form in (fact.answer, *fact.aliases)]
+    longest = max(len(encode_answer(tokenizer, *question)[1]) for question in forms) + 2
+    said = greedy(model, tokenizer, [fact.prompts[0] for fact in facts], max(max_new_tokens, longest), batch_size)
     answers = []
     for fact, ids in zip(facts, said, strict=True):
-        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
         for stop in _STOPS:
             if not any(stop in form for form in (fact.answer, *fact.aliases)):
                 text = text.split(stop)[0]
@@ -45,11 +49,13 @@ def free_answers(
 
 def task_exact(facts: Sequence[Fact], answers: Sequence[str]) -> dict[str, Any]:
     """The share of answers that equal their fact's answer or an alias after normalisation."""
-    right = sum(
-        normalised(said) in {normalised(form) for form in (fact.answer, *fact.aliases)}
-        for fact, said in zip(facts, answers, strict=True)
-    )
-    return {"exact_match": right / len(facts), "n": len(facts)}
+    exact = sum(right(fact, said) for fact, said in zip(facts, answers, strict=True))
+    return {"exact_match": exact / len(facts), "n": len(facts)}
+
+
+def right(fact: Fact, said: str) -> bool:
+    """Whether `said` is the answer or an alias after normalisation."""
+    return normalised(said) in {normalised(form) for form in (fact.answer, *fact.aliases)}
 
 
 def _of(subject: Subject) -> dict[str, Scores]:

@@ -54,7 +54,7 @@ GRAFT_FILES = {
     "metrics.jsonl",
     "probes.json",
     "recipe.yaml",
-    "report.png",
+    "report.html",
 }
 MERGED_FILES = {
     "README.md",
@@ -580,13 +580,13 @@ def test_train_leaves_exactly_the_documented_files(trained: Trained) -> None:
 
 def test_memory_only_without_probes_leaves_fewer_files(base: Path, facts: Path, tmp_path: Path) -> None:
     assert run(*train_arguments(base, facts, tmp_path / "out")).code == 0
-    left_out = {"adapter_config.json", "adapter_model.safetensors", "probes.json", "report.png"}
+    left_out = {"adapter_config.json", "adapter_model.safetensors", "probes.json", "report.html"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == GRAFT_FILES - left_out
 
 
 def test_train_prints_the_arms_and_what_comes_next(trained: Trained) -> None:
     ran = trained.ran
-    for arm in ("base", "graft", "memory_off", "shuffled", "lora_off"):
+    for arm in ("base", "graft", "memory_off", "shuffled", "gate_open", "lora_off"):
         assert f"│ {arm} " in ran.out
     assert "identity " in ran.err and "bit for bit" in ran.err
     assert f"engram-graft generate {trained.out}" in ran.err
@@ -605,7 +605,7 @@ def test_what_train_writes_is_what_scripts_read(trained: Trained, base: Path, fa
     assert recipe["engram"]["layer_ids"] == [1, 2] and recipe["engram"]["engram_vocab_size"] == [53, 61]
     identity = json.loads((trained.out / "identity.json").read_text())
     assert identity["bitwise"] is True and identity["logits"] > 0
-    assert (trained.out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained.out / "report.html").read_text().lower().startswith("<!doctype html>")
     card = (trained.out / "README.md").read_text()
     assert card.startswith("---\n") and "| shuffled |" in card and "load_graft" in card
     assert not list(trained.out.parent.rglob(".writing-*")), "no scratch is left"
@@ -613,10 +613,10 @@ def test_what_train_writes_is_what_scripts_read(trained: Trained, base: Path, fa
 
 def test_probes_json_has_the_documented_keys(trained: Trained) -> None:
     report = json.loads((trained.out / "probes.json").read_text())
-    assert list(report["arms"]) == ["base", "graft", "memory_off", "shuffled", "lora_off"]
+    assert list(report["arms"]) == ["base", "graft", "memory_off", "shuffled", "gate_open", "lora_off"]
     for scores in report["arms"].values():
         for part in ("recall", "paraphrase"):
-            assert set(scores[part]) == {"greedy_exact", "teacher_forced_exact", "answer_ce", "n"}
+            assert {"greedy_exact", "teacher_forced_exact", "first_token_rank", "answer_ce", "n"} <= set(scores[part])
         assert set(scores["task_exact"]) == {"exact_match", "n"}
     assert {"kl", "kl_hit", "kl_miss", "unchanged_positions"} <= set(report["locality"])
     assert set(report["identity"]) == {"bitwise", "logits"} and report["identity"]["bitwise"] is True
@@ -682,7 +682,7 @@ def test_probe_on_other_data_into_another_directory_leaves_the_graft_alone(graft
     before = tree(graft)
     ran = run("probe", graft, "--data", other, "--output", tmp_path / "report")
     assert ran.code == 0 and "│ lora_off " in ran.out and "Ostrenk exports" in ran.out
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"probes.json", "report.png"}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"probes.json", "report.html"}
     assert tree(graft) == before
 
 

@@ -15,8 +15,19 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from engram_graft.data import Data, Fact, load_data
-from engram_graft.encode import IGNORED, Collator, encode_answer, encode_facts, encode_prompt, encode_texts
+from engram_graft.bases import load_tokenizer
+from engram_graft.data import Chat, Data, Fact, load_data
+from engram_graft.encode import (
+    IGNORED,
+    Collator,
+    chat_questions,
+    chat_turns,
+    encode_answer,
+    encode_chats,
+    encode_facts,
+    encode_prompt,
+    encode_texts,
+)
 from engram_graft.errors import UserError
 from engram_graft.scoring import keeps_logits
 
@@ -143,8 +154,8 @@ BAD_JSONL: dict[str, tuple[str, str]] = {
     "an array": (lines(GOOD, [1]), "line 2: must be an object, found list"),
     "a text": (lines("a"), "line 1: must be an object, found str"),
     "no known field": (
-        lines({"question": "a", "answer": "b"}),
-        r"line 1: has fields \['answer', 'question'\].*prompt and answer",
+        lines({"query": "a", "answer": "b"}),
+        r"line 1: has fields \['answer', 'query'\].*fact \(prompt, answer\)",
     ),
     "answer missing": (lines(GOOD, GOOD, {"prompt": "a"}), "line 3: answer is missing"),
     "answer null": (lines({"prompt": "a", "answer": None}), "line 1: answer is missing"),
@@ -161,7 +172,7 @@ BAD_JSONL: dict[str, tuple[str, str]] = {
     "aliases a text": (lines({**GOOD, "aliases": "c"}), "line 1: aliases must be a list of texts"),
     "a paraphrase a number": (lines({**GOOD, "paraphrases": ["c", 1]}), "line 1: paraphrases must be a list of texts"),
     "neighborhood of texts": (lines({**GOOD, "neighborhood": ["c"]}), "line 1: neighborhood must be a list of objects"),
-    "neighbour without answer": (lines({**GOOD, "neighborhood": [{"prompt": "c"}]}), "line 1: neighborhood must be"),
+    "neighbour without answer": (lines({**GOOD, "neighborhood": [{"prompt": "c"}]}), "line 1, neighborhood 1: answer is missing"),
     "facts then documents": (lines(GOOD, {"text": "c"}), "line 2: facts and documents in one file"),
     "documents then facts": (lines({"text": "c"}, GOOD), "line 2: facts and documents in one file"),
     "nothing": ("", "empty"),
@@ -342,6 +353,145 @@ def test_a_text_of_less_than_two_tokens_is_refused() -> None:
 
     with pytest.raises(UserError, match="fewer than two tokens"):
         encode_texts(["a"], OneToken(), 8)  # type: ignore[arg-type]
+
+
+# -- chats
+
+TEMPLATE = (
+    "{% for m in messages %}<|added|>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|added|>assistant\n{% endif %}"
+)
+# as Qwen3's: what was thought is written into the last turn only
+FORGETS = (
+    "{% for m in messages %}<|added|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n</think>\n{% endif %}"
+    "{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}<|added|>assistant\n{% endif %}"
+)
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}" + TEMPLATE
+NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+CHAT: Chat = (
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Where is the cat?"},
+    {
+        "role": "assistant",
+        "content": "\n\n In the sun, where is the cat? ",
+    },  # what the user said is a label where it is said again
+    {"role": "user", "content": " And now?\n"},
+    {"role": "assistant", "content": "Caf\u00e9"},
+    {"role": "user", "content": "Thanks"},
+)
+SAID = [message["content"] for message in CHAT if message["role"] == "assistant"]
+
+
+@pytest.fixture
+def chatting(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrainedTokenizerFast]:
+    """The tiny tokenizer with a chat template: `chatting(TEMPLATE)`."""
+
+    def make(template: str, **options: Any) -> PreTrainedTokenizerFast:
+        own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # the fixture is shared
+        return PreTrainedTokenizerFast(
+            tokenizer_object=own, chat_template=template, **{"pad_token": "<pad>", "eos_token": "<eos>", **options}
+        )
+
+    return make
+
+
+def spoken(example: dict[str, list[int]], tokenizer: Any) -> list[str]:
+    """What the labels say, run by run."""
+    runs: list[list[int]] = []
+    for at, label in enumerate(example["labels"]):
+        if label != IGNORED:
+            if not at or example["labels"][at - 1] == IGNORED:
+                runs.append([])
+            runs[-1].append(label)
+            assert label == example["input_ids"][at]
+    return [tokenizer.decode(run) for run in runs]
+
+
+def as_one_text(chat: Chat, tokenizer: Any) -> list[int]:
+    return tokenizer.apply_chat_template([dict(message) for message in chat], return_dict=True)["input_ids"]
+
+
+def test_labels_of_a_chat_are_what_the_assistant_said_with_the_templates_end_and_nothing_else(chatting: Any) -> None:
+    tokenizer = chatting(TEMPLATE)
+    example = encode_chats([CHAT], tokenizer, 512)[0]
+    assert spoken(example, tokenizer) == [f"{content}<eos>\n" for content in SAID]
+    said_last = tokenizer.apply_chat_template([dict(m) for m in CHAT[:5]], tokenize=False)
+    assert tokenizer.decode(example["input_ids"]) == said_last, "the user's last words have no turn after them"
+    whole = {"input_ids": as_one_text(CHAT, tokenizer), "labels": as_one_text(CHAT, tokenizer)}
+    assert spoken(whole, tokenizer) != [f"{content}<eos>\n" for content in SAID], "control: labels that are not masked say more"
+
+
+def test_a_chat_is_tokenized_as_its_template_does_where_no_token_crosses_into_a_turn(chatting: Any) -> None:
+    tokenizer = chatting(TEMPLATE)
+    plain = (CHAT[1], {"role": "assistant", "content": "In the sun."}, CHAT[3], CHAT[4])
+    assert encode_chats([plain], tokenizer, 512)["input_ids"][0] == as_one_text(plain, tokenizer)
+
+
+def test_what_the_assistant_is_asked_is_one_beginning_of_the_chat_even_where_tokens_would_merge(chatting: Any) -> None:
+    tokenizer = chatting(NO_END)
+    chat = (CHAT[1], {"role": "assistant", "content": "the cat\n"}, CHAT[3], {"role": "assistant", "content": "the sun"})
+    (first, said), (second, said_next) = chat_turns(chat, tokenizer)
+    asked = tokenizer.apply_chat_template([dict(chat[0])], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert first == asked and second[: len(first + said)] == first + said
+    example = encode_chats([chat], tokenizer, 512)[0]
+    assert example["input_ids"] == second + said_next and spoken(example, tokenizer) == ["the cat\n\n", "the sun\n"]
+    assert example["input_ids"] != as_one_text(chat, tokenizer), "control: as one text its tokens do merge"
+
+
+def test_case_34_the_end_of_each_turn_is_learned_even_when_eos_is_also_the_pad(chatting: Any) -> None:
+    tokenizer = chatting(TEMPLATE, pad_token="<eos>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    examples = list(encode_chats([CHAT, CHAT[1:3]], tokenizer, 512))
+    batch = Collator(tokenizer.pad_token_id)(examples)
+    assert [(row == tokenizer.eos_token_id).sum().item() for row in batch["labels"]] == [2, 1]
+    by_id = batch["input_ids"].masked_fill(batch["input_ids"] == tokenizer.pad_token_id, IGNORED)
+    assert not (by_id == tokenizer.eos_token_id).any(), "control: masked by id no end would be left"
+
+
+def test_a_template_that_drops_what_was_thought_takes_chats_of_one_turn_and_explains_others(chatting: Any) -> None:
+    tokenizer = chatting(FORGETS)
+    example = encode_chats([CHAT[:3]], tokenizer, 512)[0]
+    assert spoken(example, tokenizer) == [f"<think>\n</think>\n{SAID[0]}<eos>\n"]
+    with pytest.raises(UserError, match="changes earlier turns when one is added.*a chat of its own"):
+        encode_chats([CHAT], tokenizer, 512)
+
+
+def test_a_chat_that_cannot_be_written_is_refused_with_the_reason(chatting: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="no chat template: use an instruct model"):
+        encode_chats([CHAT], tokenizer, 512)
+    with pytest.raises(UserError, match="refuses a chat of system, user: no system turn here"):
+        encode_chats([CHAT], chatting(REFUSES), 512)
+    assert encode_chats([CHAT[1:]], chatting(REFUSES), 512), "control: without a system turn it takes it"
+
+
+def test_a_chat_longer_than_max_length_is_refused_not_cut(chatting: Any) -> None:
+    tokenizer = chatting(TEMPLATE)
+    length = len(encode_chats([CHAT], tokenizer, 512)["input_ids"][0])
+    assert len(encode_chats([CHAT], tokenizer, length)) == 1
+    with pytest.raises(UserError, match=f"chat 2: {length} tokens, more than max_length={length - 1}"):
+        encode_chats([CHAT[1:3], CHAT], tokenizer, length - 1)
+
+
+def test_questions_of_a_chat_end_where_the_assistant_begins_and_answers_before_the_templates_end(chatting: Any) -> None:
+    tokenizer = chatting(TEMPLATE)
+    (first, answer), (_, second_answer) = chat_questions([CHAT], tokenizer)
+    assert tokenizer.decode(first).endswith("<|added|>user\nWhere is the cat?<eos>\n<|added|>assistant\n")
+    assert [tokenizer.decode(answer), tokenizer.decode(second_answer)] == SAID
+    other_end = chatting(TEMPLATE, eos_token="<|added|>", extra_special_tokens=["<eos>"])
+    assert [other_end.decode(answer) for _, answer in chat_questions([CHAT], other_end)] == SAID
+
+
+@pytest.mark.real
+def test_the_real_tokenizers_chats_are_labelled_turn_by_turn() -> None:
+    tokenizer = load_tokenizer("smollm2")
+    example = encode_chats([CHAT], tokenizer, 512)[0]
+    assert spoken(example, tokenizer) == [f"{content}<|im_end|>\n" for content in SAID]
+    assert [tokenizer.decode(answer) for _, answer in chat_questions([CHAT], tokenizer)] == SAID
+    plain = (*CHAT[:2], CHAT[4])
+    assert encode_chats([plain], tokenizer, 512)["input_ids"][0] == as_one_text(plain, tokenizer)
+
+
+# -- batches
 
 
 def test_the_collator_pads_on_the_left_with_mask_0_and_ignored_labels_and_counts_positions_from_the_text() -> None:

@@ -102,7 +102,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert tops == {"engram_graft", next(top for top in tops if top.endswith(".dist-info"))}, "no top-level cli or probes"
     package = {name for name in names if name.startswith("engram_graft/")}
     expected = {f"{name.replace('.', '/')}{'/__init__' if name in PACKAGES else ''}.py" for name in modules()}
-    assert package == expected | {"engram_graft/py.typed", "engram_graft/probes/neutral.txt"}
+    pages = {f"engram_graft/probes/{name}.html.jinja" for name in ("page", "report", "compare")}
+    assert package == expected | pages | {"engram_graft/py.typed", "engram_graft/probes/neutral.txt"}
 
 
 def test_the_wheel_says_what_it_needs_and_carries_readme_and_licence(wheel: Path) -> None:

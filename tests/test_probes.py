@@ -38,6 +38,10 @@ FACTS = (
     Fact("2", ("Velmora exports",), "wool", paraphrases=("Ships leave Velmora with", "Velmora sells")),
     Fact("3", ("Ostrenk exports",), "honey", split="test"),
 )
+RECALL_KEYS = {"greedy_exact", "teacher_forced_exact", "first_token_rank", "answer_ce", "n"}
+LOCALITY_KEYS = {"hits", "n", "unchanged_positions", "unchanged_hit", "unchanged_miss", "unchanged_before_hit"} | {
+    f"{name}{where}" for name in ("kl", "changed_argmax") for where in ("", "_hit", "_miss")
+}
 SHORT = "The river rises in the hills and the cats sleep in the sun. " * 6
 
 
@@ -175,18 +179,43 @@ def test_with_lora_each_arm_takes_away_its_part_and_nothing_else(grafted: Make, 
     for name, arm in arms_of(model).items():
         with arm(model):
             found[name] = logits(model, ids)
-    assert list(found) == ["base", "graft", "memory_off", "shuffled", "lora_off"]
+    assert list(found) == ["base", "graft", "memory_off", "shuffled", "gate_open", "lora_off"]
     assert torch.equal(found["base"], logits(bare, ids))
     assert torch.equal(found["graft"], logits(model, ids))
     assert torch.equal(found["memory_off"], logits(lora_only, ids))
     assert torch.equal(found["lora_off"], logits(memory_only, ids))
-    assert len({tensor.sum().item() for tensor in found.values()}) == 5, "control: no two arms are alike"
+    assert len({tensor.sum().item() for tensor in found.values()}) == 6, "control: no two arms are alike"
 
 
 def test_lora_off_is_an_arm_only_where_there_is_lora(grafted: Make) -> None:
     model = grafted()
-    assert list(arms_of(model)) == ["base", "graft", "memory_off", "shuffled"]
-    assert list(arms_of(with_lora(model))) == list(ARMS) == ["base", "graft", "memory_off", "shuffled", "lora_off"]
+    without = list(arms_of(model))
+    assert without == ["base", "graft", "memory_off", "shuffled", "gate_open"]
+    assert list(arms_of(with_lora(model))) == list(ARMS) == [*without, "lora_off"]
+
+
+def test_gate_open_lets_every_look_up_in_whole_and_takes_nothing_else_away(grafted: Make, ids: Tensor) -> None:
+    model = grafted(conv=False)
+    memory = memories(model)[0]
+    added = {}
+    for name in ("graft", "gate_open"):
+        with ARMS[name](model), torch.no_grad():
+            embeddings, hidden = memory.table(rows_of(model, ids)[:, :, 0])[0], torch.ones(*ids.shape, 32)
+            added[name] = memory(hidden, rows_of(model, ids)[:, :, 0], Window(0, ids.shape[1]))[0]
+            gate = memory.gate(embeddings, hidden[:, :, None])
+        assert bool((gate == 1).all()) == (name == "gate_open"), "control: it is not 1 otherwise"
+    inside = memory.table(rows_of(model, ids)[:, :, 0], Window(0, ids.shape[1]).whole(2, ids.device))[0]
+    whole = memory.value_proj(inside).detach()
+    assert torch.allclose(added["gate_open"], whole, atol=1e-6) and not torch.allclose(added["graft"], whole, atol=1e-2)
+
+
+def test_gate_open_leaves_who_listens_to_the_gate_in_place(grafted: Make) -> None:
+    memory = memories(model := grafted())[0]
+    memory.gate = listener = lambda embeddings, hidden: hidden[..., :1]  # type: ignore[method-assign, assignment]
+    with ARMS["gate_open"](model), ARMS["gate_open"](model):
+        assert memory.gate is not listener
+    assert memory.gate is listener
+    assert "gate" not in vars(memories(model)[1]), "control"
 
 
 # -- seen filter
@@ -334,7 +363,7 @@ def test_recall_counts_exact_answers_and_each_answer_once(grafted: Make, tokeniz
 
     monkeypatch.setattr("engram_graft.probes.recall.greedy", speak)
     report = recall(grafted(), tokenizer, questions, 2)
-    assert set(report) == {"greedy_exact", "teacher_forced_exact", "answer_ce", "n"}
+    assert set(report) == {*RECALL_KEYS, "right"} and report["right"] == [True, False, False]
     assert report["n"] == 3 and report["greedy_exact"] == pytest.approx(1 / 3), "the answer first, then anything"
 
 
@@ -410,21 +439,21 @@ def test_run_probes_has_the_keys_that_scripts_read(
     report = run_probes(
         Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(batch_size=2, max_new_tokens=4)), started=order.append
     )
-    arms = ["base", "graft", "memory_off", "shuffled"] + ["lora_off"] * lora
+    arms = ["base", "graft", "memory_off", "shuffled", "gate_open"] + ["lora_off"] * lora
     assert list(report["arms"]) == arms and order == [probe.name for probe in PROBES]
     for scores in report["arms"].values():
         assert set(scores) == {"recall", "paraphrase", "task_exact", "locality"}
-        for part in ("recall", "paraphrase"):
-            assert set(scores[part]) == {"greedy_exact", "teacher_forced_exact", "answer_ce", "n"}
+        assert set(scores["recall"]) == {*RECALL_KEYS, "new"} and set(scores["recall"]["new"]) == {"greedy_exact", "n"}
+        assert set(scores["paraphrase"]) == RECALL_KEYS
         assert set(scores["task_exact"]) == {"exact_match", "n"}
         assert scores["recall"]["n"] == 3, "trained prompts alone"
         assert scores["task_exact"]["n"] == 2
         assert scores["paraphrase"]["n"] == 3
-    assert {"kl", "kl_hit", "kl_miss", "unchanged_positions"} <= set(report["locality"])
+        assert set(scores["locality"]) == LOCALITY_KEYS
     assert report["locality"] == report["arms"]["graft"]["locality"]
     assert report["seen_filter"] is True and report["known"] == 0
     assert [example["prompt"] for example in report["examples"]] == ["The cat sleeps in the", "Velmora exports"]
-    assert set(report["examples"][0]) == {"prompt", "answer", "base", "graft"}
+    assert set(report["examples"][0]) == {"prompt", "answer", "right", "base", "graft"}
 
 
 def test_case_37_known_counts_what_the_base_already_answers(
@@ -440,7 +469,10 @@ def test_case_37_known_counts_what_the_base_already_answers(
     monkeypatch.setattr("engram_graft.probes.recall.greedy", speak)
     report = run_probes(Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2)))
     assert report["known"] == 1
-    assert report["arms"]["graft"]["recall"]["greedy_exact"] == pytest.approx(1 / 3)
+    found = report["arms"]["graft"]["recall"]
+    assert found["greedy_exact"] == pytest.approx(1 / 3)
+    assert found["new"] == {"greedy_exact": 0.5, "n": 2}, "what it says and the base did not"
+    assert report["arms"]["base"]["recall"]["new"] == {"greedy_exact": 0, "n": 2}
 
 
 def test_run_probes_without_paraphrases_leaves_the_part_out(grafted: Make, tokenizer: Any, short_text: None) -> None:
