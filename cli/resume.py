@@ -30,7 +30,7 @@ def resumed_recipe(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
     if recipe is None and overrides.keys() <= {"output"}:
         return load_recipe(began, {"output": asked.output})
     stored, given = load_recipe(began).to_dict(), asked.to_dict()
-    for section in ("engram", "lora", "train", "probe"):
+    for section in ("engram", "lora", "train", "teach", "probe"):
         for options in (stored, given):
             options |= {f"{section}.{name}": value for name, value in options.pop(section).items()}
     if other := [name for name in stored if stored[name] != given[name]]:

@@ -170,12 +170,13 @@ def run(
         raise PromiseError(f"the trained memory, saved in {recipe.output}, answers differently from a cache: {decoding}")
     result["decoding"] = decoding
     if probe:
-        from engram_graft.cli.probe import probe_into, show
+        from engram_graft.cli.probe import probe_into
+        from engram_graft.cli.show import show
         from engram_graft.probes import Subject
 
         checks = {"identity": identity, "decoding": decoding}
         result["probes"] = probe_into(
-            Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, {**checks, "source": recipe.data}
+            Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, checks, recipe.data
         )
     if recipe.merged:
         from engram_graft.export import export_merged

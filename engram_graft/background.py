@@ -1,28 +1,37 @@
-"""Background text: what has nothing to do with the training data, so that what is frequent in it should not be learned."""
+"""Which n-grams any text has: those that the base itself would write often. Learned from a few facts they would speak everywhere.
 
+How often is not counted in what the base writes but expected from it: at each place of a sample the base says how likely every next
+token is, so a few thousand tokens tell rates of a few in a million.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from engram_graft.data import load_data
 from engram_graft.errors import UserError
-from engram_graft.grafted import disable_graft
+from engram_graft.grafted import disable_graft, find_graft
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
+from engram_graft.ngrams import Ngrams
 from engram_graft.scoring import alone
 
-SAMPLES, LENGTH = 64, 192  # texts that the base writes by itself, and tokens of each
+SAMPLES, LENGTH = 32, 192  # texts that are read, and tokens of each
 
 
 def background_texts(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: str | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """Token ids of the text file or folder `path`; without one, of what the base of a grafted model writes when nothing is asked.
+    """Token ids of pieces of the text file or folder `path`, evenly spread; without one, of what the base of a grafted model writes
+    when nothing is asked.
 
-    A sample begins with the token that begins texts, or else ends them, is drawn at temperature 1 and stops at eos; it is a function
-    of `seed` and leaves the random state as it was.
+    Such a sample begins with the token that begins texts, or else ends them, is drawn at temperature 1 and stops at eos; it is a
+    function of `seed`, base and device, and leaves the random state as it was.
 
     Raises:
         UserError: `path` cannot be read, or holds no plain text.
@@ -30,7 +39,9 @@ def background_texts(
     if path is not None:
         if not (documents := load_data(path).texts):
             raise UserError(f"train.background={path}: must be plain text, which this is not")
-        return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in documents]
+        whole = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in documents]
+        pieces = [ids[start : start + LENGTH] for ids in whole for start in range(0, len(ids), LENGTH)]
+        return pieces[:: max(1, -(-len(pieces) // SAMPLES))]
     base: Any = unwrap(model)
     eos = tokenizer.eos_token_id
     start = next((id for id in (tokenizer.bos_token_id, eos) if id is not None), 0)
@@ -38,9 +49,40 @@ def background_texts(
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=LENGTH, eos_token_id=eos, pad_token_id=eos or 0
     )
-    devices = [base.device] if base.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), disable_graft(model, lora=True), no_learning(model), alone(settings, base):
+    with torch.random.fork_rng(), disable_graft(model, lora=True), no_learning(model), alone(settings, base):
         torch.manual_seed(seed)
         output = base.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     texts = [row[1:] for row in output.tolist()]
     return [row[: row.index(eos)] if eos in row else row for row in texts]
+
+
+def expected_rates(model: nn.Module, texts: Sequence[Sequence[int]], ngrams: Ngrams) -> list[np.ndarray]:
+    """How often the base of a grafted model would write each n-gram where `texts` (token ids) go on: for each order, float64 `[n]`,
+    times in a million tokens. Of the last token one spelling counts."""
+    lookup = find_graft(model).plan.lookup
+    following: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)  # what may follow: order, n-gram, last token
+    for order, spellings in enumerate(ngrams.distinct):
+        for n, (prefix, last) in enumerate(zip(lookup[spellings[:, :-1]].tolist(), spellings[:, -1].tolist(), strict=True)):
+            following[tuple(prefix)].append((order, n, last))
+    sought = {prefix: tuple(np.array(column) for column in zip(*found, strict=True)) for prefix, found in following.items()}
+    rates = [np.zeros(len(spellings)) for spellings in ngrams.distinct]
+    tokens = 0
+    for text in texts:
+        if not text:
+            continue
+        likely, ids = _next_tokens(model, text), lookup[np.asarray(text, np.int64)].tolist()
+        tokens += len(ids)
+        for end in range(1, len(ids) + 1):
+            for length in range(1, min(end, len(rates)) + 1):
+                if (found := sought.get(tuple(ids[end - length : end]))) is not None:
+                    orders, n, last = found
+                    assert (orders == length - 1).all(), "a prefix of one token is a 2-gram's"
+                    rates[length - 1][n] += likely[end - 1, torch.from_numpy(last)].numpy()
+    return [rate / max(tokens, 1) * 1e6 for rate in rates]
+
+
+def _next_tokens(model: nn.Module, text: Sequence[int]) -> Tensor:
+    """Probabilities `[T, V]` of the base for the token after each of `text`, on the CPU."""
+    ids = torch.tensor([list(text)], device=unwrap(model).device)
+    with disable_graft(model, lora=True), no_learning(model):
+        return model(input_ids=ids).logits[0].float().softmax(-1).cpu()

@@ -30,8 +30,9 @@ class Context:
         silent: bool `[B, T, orders]`, n-grams that this call leaves out; None: none.
     """
 
-    def __init__(self, rows: Tensor, window: Window, ids: Tensor, owner: str, silent: Tensor | None = None):
-        self.rows, self.window, self.ids, self.owner, self.silent = rows, window, ids, owner, silent
+    def __init__(self, rows: Tensor, window: Window, ids: Tensor, owner: str):
+        self.rows, self.window, self.ids, self.owner = rows, window, ids, owner
+        self.silent: Tensor | None = None
         self.recorded = False  # whether the cache's state has taken this call's columns in
 
     def record(self, cache: Cache) -> DecodeState:

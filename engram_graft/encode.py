@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engram_graft.data import Chat, Fact
 from engram_graft.errors import UserError, first_line
+from engram_graft.forms import find_words
 from engram_graft.silence import SILENT
 
 IGNORED = -100  # the label that transformers' losses skip
@@ -63,20 +64,28 @@ def encode_facts(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase, max_
 def subject_spans(facts: Iterable[Fact], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int] | None]:
     """For each example of `encode_facts`, where its prompt has the fact's subject: the first token and the one after the last.
 
-    None where that is not known, or where the subject is a single token, which has no n-gram of its own.
+    Of a subject that comes twice, the first place. None where that is not known, or where the subject is a single token, which has
+    no n-gram of its own.
     """
     spans: list[tuple[int, int] | None] = []
     for fact in facts:
+        subject = fact.subject or ""
         for prompt in fact.prompts:
-            at = -1 if fact.subject is None else prompt.find(fact.subject)
-            if at < 0:
+            if not subject or not (places := find_words(prompt, subject)):
                 spans.append(None)
                 continue
             ids = encode_prompt(tokenizer, prompt)
-            first = len(encode_prompt(tokenizer, prompt[:at]))
-            last = len(encode_prompt(tokenizer, prompt[: at + len(fact.subject or "")]))
-            spans.append((first, last) if last - first > 1 and last <= len(ids) else None)
+            first = _shared(ids, tokenizer(prompt[: places[0]])["input_ids"])  # a space before the subject is of its first token
+            upto = encode_prompt(tokenizer, prompt[: places[0] + len(subject)])
+            last = _shared(ids, upto)
+            last += last < len(upto)  # a token of the subject and of what follows
+            spans.append((first, last) if last - first > 1 else None)
     return spans
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def encode_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:

@@ -6,14 +6,15 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.background import background_texts
+from engram_graft.background import background_texts, expected_rates
 from engram_graft.data import TEACHER, Data, load_data
 from engram_graft.encode import encode_chats, encode_facts, split_texts, subject_spans
 from engram_graft.errors import UserError
 from engram_graft.forms import with_teachers
 from engram_graft.grafted import find_graft
+from engram_graft.ngrams import count_ngrams
 from engram_graft.recipe import Recipe, TrainOptions
-from engram_graft.silence import SILENT, Silence, Span, frequent_ngrams
+from engram_graft.silence import SILENT, Silence, Span
 
 
 def training_data(recipe: Recipe, data: Data | None = None) -> Data:
@@ -44,11 +45,13 @@ def find_silence(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Dat
             "engram.seen_filter=false: n-grams that training leaves out would speak untrained; keep the filter, or set "
             "train.stop_ngrams and teach.facts to 0"
         )
-    lookup, orders = graft.plan.lookup, graft.config.orders
+    plan, orders = graft.plan, graft.config.orders
     if not options.stop_ngrams:
-        return Silence(lookup, orders)
-    texts = background_texts(model, tokenizer, options.background, options.seed)
-    return Silence(lookup, orders, frequent_ngrams(texts, lookup, orders, options.stop_ngrams))
+        return Silence(plan.lookup, orders)
+    ngrams = count_ngrams(training_examples(data, tokenizer, options)[0]["input_ids"][:], plan, whole=True)
+    rates = expected_rates(model, background_texts(model, tokenizer, options.background, options.seed), ngrams)
+    stopped = (spellings[rate >= options.stop_ngrams] for spellings, rate in zip(ngrams.distinct, rates, strict=True))
+    return Silence(plan.lookup, orders, frozenset(tuple(gram) for of_order in stopped for gram in plan.lookup[of_order].tolist()))
 
 
 def training_examples(
@@ -56,7 +59,8 @@ def training_examples(
 ) -> tuple[Dataset, Dataset | None]:
     """What is trained, and what evaluation is on: facts of split "validation", or a share of the text; None: nothing.
 
-    Facts that teach wordings are trained beside the others, which are repeated until both have about as many prompts.
+    Facts that teach wordings are trained beside the others, which are repeated until both have about as many prompts
+    and each of them is trained about as often.
 
     Raises:
         UserError: nothing would be left of one of the two.
@@ -76,8 +80,8 @@ def training_examples(
     own, teachers, validation = ([f for f in data.facts if f.split == s] for s in ("train", TEACHER, "validation"))
     if not own:
         raise UserError('no fact has split "train": nothing to learn from')
-    own_prompts, teacher_prompts = (sum(len(fact.prompts) for fact in facts) for facts in (own, teachers))
-    facts = own * max(1, round(teacher_prompts / own_prompts)) + teachers
+    share = sum(len(fact.prompts) for fact in teachers) / len(own)  # prompts that each fact gets, to be as many as the teachers'
+    facts = [fact for fact in own for _ in range(max(1, round(share / len(fact.prompts))))] + teachers
     examples = encode_facts(facts, tokenizer, options.max_length)
     spans: list[Span | None] = subject_spans(facts, tokenizer) if teachers else [None] * len(examples)
     held_out = encode_facts(validation, tokenizer, options.max_length) if validation else None

@@ -7,6 +7,8 @@ trained in every wording teach the wordings, for all facts of the relation: such
 import dataclasses
 import random
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from engram_graft.data import TEACHER, Data, Fact
@@ -42,12 +44,14 @@ _ONSETS = (
 )
 _VOWELS = ("a", "e", "i", "o", "u")
 _CODAS = ("l", "m", "n", "r", "s", "th", "ck", "x", "nd", "rt")
-_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+# a vowel sign of Hindi or Thai, or an accent written apart, is part of its word; to `re` it is not
+_WORD = re.compile(r"[\w" + "".join(chr(n) for n in range(0x300, 0x10000) if unicodedata.category(chr(n)).startswith("M")) + "]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """Facts that share wordings. Args: templates: each with one `{}`, in the order they were found; subjects, answers: of its facts."""
+    """Facts that share wordings. Args: templates: with `{}` wherever the subject is, in the order they were found; subjects, answers:
+    of its facts."""
 
     templates: tuple[str, ...]
     subjects: tuple[str, ...]
@@ -57,19 +61,19 @@ class Relation:
 def find_relations(facts: Sequence[Fact], templates: Mapping[str, Sequence[str]] | None = None) -> list[Relation]:
     """The relations among `facts`: facts belong together when a template is common to them.
 
-    A fact's subject is its own field; or what fills one of the given templates in one of its prompts; or the longest run of words that
-    all its prompts and paraphrases have in common.
+    A text that has a `{}` of its own is no wording.
 
     Args:
         templates: lists of wordings by any name, each wording with one `{}`; they join what they match.
     """
-    given = [tuple(forms) for forms in (templates or {}).values()]
+    given = [tuple(form.rstrip() for form in forms) for forms in (templates or {}).values()]
+    subjects = find_subjects(facts, [form for forms in given for form in forms])
     groups: list[tuple[dict[str, None], dict[str, None], dict[str, None]]] = []
-    for fact in facts:
-        subject = find_subject(fact, [form for forms in given for form in forms])
+    for fact, subject in zip(facts, subjects, strict=True):
         if subject is None:
             continue
-        forms = dict.fromkeys(_template(text, subject) for text in (*fact.prompts, *fact.paraphrases) if subject in text)
+        texts = [text for text in _texts(fact) if GAP not in text and subject in text]
+        forms = dict.fromkeys(_template(text, subject) for text in texts)
         for more in given:
             if forms.keys() & set(more):
                 forms |= dict.fromkeys(more)
@@ -81,31 +85,72 @@ def find_relations(facts: Sequence[Fact], templates: Mapping[str, Sequence[str]]
     return [Relation(tuple(forms), tuple(subjects), tuple(answers)) for forms, subjects, answers in groups]
 
 
-def find_subject(fact: Fact, templates: Iterable[str] = ()) -> str | None:
-    """What `fact` is about, as its prompts spell it; None where that cannot be told (one prompt that no template matches)."""
-    if fact.subject is not None:
-        return fact.subject
-    texts = (*fact.prompts, *fact.paraphrases)
-    for template in templates:
-        before, after = template.split(GAP)
-        for text in texts:
-            if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
-                return text[len(before) : len(text) - len(after)]
+def find_subjects(facts: Sequence[Fact], templates: Iterable[str] = ()) -> list[str | None]:
+    """What each fact is about, as its prompts spell it: the first of these that it has.
+
+    - Its own field.
+    - What fills one of the templates in one of its prompts: the least of what most of them have.
+    - A run of words that all its prompts and paraphrases have in common: of those with the word that the fewest facts have, the longest;
+      at its ends it has no small word that more facts have.
+
+    None where that cannot be told (one prompt that no template matches).
+    """
+    ends = [template.rstrip().split(GAP) for template in templates]
+    counts = Counter(word for fact in facts for word in set(_WORD.findall(" ".join(_texts(fact)))))
+    return [fact.subject or _filled(_texts(fact), ends) or _common(_texts(fact), counts) for fact in facts]
+
+
+def find_words(text: str, words: str) -> list[int]:
+    """Where `words` are in `text`: as whole words, or where they nowhere are (scripts without spaces) as any letters."""
+    found = []
+    at = text.find(words)
+    while at >= 0:
+        found.append(at)
+        at = text.find(words, at + len(words))
+    return [at for at in found if _is_whole(text, at, at + len(words))] or found
+
+
+def _is_whole(text: str, start: int, end: int) -> bool:
+    return not (_WORD.match(text[start - 1 : start]) or _WORD.match(text, end))
+
+
+def _texts(fact: Fact) -> list[str]:
+    return [text.rstrip() for text in (*fact.prompts, *fact.paraphrases)]
+
+
+def _filled(texts: Sequence[str], ends: Iterable[Sequence[str]]) -> str | None:
+    fills = [
+        text[len(before) : len(text) - len(after)].strip()
+        for before, after in ends
+        for text in texts
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after)
+    ]
+    return min(filter(None, fills), key=lambda fill: (-sum(fill in text for text in texts), len(fill)), default=None)
+
+
+def _common(texts: Sequence[str], counts: Mapping[str, int]) -> str | None:
     if len(texts) < 2:
         return None
-    # positions of words, so that what lies between two of them (a space, a dot) belongs to a run
-    spans = [match.span() for match in _WORD.finditer(texts[0])]
-    best = ""
-    for first in range(len(spans)):
-        for last in range(first, len(spans)):
-            run = texts[0][spans[first][0] : spans[last][1]]
-            if len(run) > len(best) and all(re.search(rf"(?<!\w){re.escape(run)}(?!\w)", text) for text in texts[1:]):
-                best = run
-    return best or None
+    words = list(_WORD.finditer(texts[0]))
+    runs: list[tuple[int, int, str]] = []
+    for first in range(len(words)):
+        rarest = counts[words[first][0]]
+        for word in words[first:]:
+            run, rarest = texts[0][words[first].start() : word.end()], min(rarest, counts[word[0]])
+            if not all(any(_is_whole(text, at, at + len(run)) for at in find_words(text, run)) for text in texts[1:]):
+                break  # nor is any longer one
+            # "Velmora is" and "of Velmora" are no names, nor is "Velmora's"
+            outer = any(counts[at[0]] > rarest and at[0][0].islower() for at in (words[first], word))
+            if not outer and not run.endswith(("'s", "\u2019s")):
+                runs.append((rarest, -len(run), run))
+    return min(runs, key=lambda run: run[:2])[2] if runs else None
 
 
 def _template(text: str, subject: str) -> str:
-    return text.replace(subject, GAP, 1)
+    """`text` with a gap wherever its subject is."""
+    for at in reversed(find_words(text, subject)):
+        text = text[:at] + GAP + text[at + len(subject) :]
+    return text
 
 
 def with_teachers(data: Data, options: TeachOptions) -> Data:
@@ -116,8 +161,8 @@ def with_teachers(data: Data, options: TeachOptions) -> Data:
     """
     if not options.facts or any(fact.split == TEACHER for fact in data.facts):
         return data
-    forms = [form for forms in options.templates.values() for form in forms]
-    facts = tuple(dataclasses.replace(fact, subject=find_subject(fact, forms)) for fact in data.facts)
+    subjects = find_subjects(data.facts, [form for forms in options.templates.values() for form in forms])
+    facts = tuple(dataclasses.replace(fact, subject=subject) for fact, subject in zip(data.facts, subjects, strict=True))
     teachers = make_teachers(find_relations(facts, options.templates), options.facts, options.seed)
     if not teachers:
         raise UserError(
@@ -131,12 +176,12 @@ def make_teachers(relations: Sequence[Relation], each: int, seed: int = 0) -> li
     """`each` invented facts for every relation with two wordings or more, each asked in all of them, the answers drawn from the
     relation's own. Deterministic in `seed`."""
     rng = random.Random(seed)
-    taken = {subject for relation in relations for subject in relation.subjects}
+    taken = {subject.casefold() for relation in relations for subject in relation.subjects}
     teachers = []
     for number, relation in enumerate(relations):
         for n in range(each if len(relation.templates) > 1 else 0):
             subject = _invent(rng, rng.choice(relation.subjects), taken)
-            taken.add(subject)
+            taken.add(subject.casefold())
             prompts = tuple(template.replace(GAP, subject) for template in relation.templates)
             answer = relation.answers[n % len(relation.answers)]
             teachers.append(Fact(f"teacher-{number + 1}-{n + 1}", prompts, answer, split=TEACHER, subject=subject))
@@ -144,11 +189,11 @@ def make_teachers(relations: Sequence[Relation], each: int, seed: int = 0) -> li
 
 
 def _invent(rng: random.Random, like: str, taken: set[str]) -> str:
-    """A name of as many words as `like`, capitalised as they are, that nothing in `taken` has."""
+    """A name of as many words as `like`, capitalised as they are, that is not in `taken` (case-folded)."""
     while True:
         words = []
         for word in like.split():
             made = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))) + rng.choice(_CODAS)
             words.append(made.capitalize() if word[:1].isupper() else made)
-        if (name := " ".join(words)) not in taken:
+        if (name := " ".join(words)).casefold() not in taken:
             return name

@@ -44,11 +44,14 @@ class Ngrams:
             yield np.concatenate([np.empty((0, heads), np.int64), *found])
 
 
-def count_ngrams(texts: Sequence[Sequence[int]], plan: HashPlan, whole: bool) -> Ngrams:
+def count_ngrams(
+    texts: Sequence[Sequence[int]], plan: HashPlan, whole: bool, counted: Sequence[np.ndarray] | None = None
+) -> Ngrams:
     """Count the n-grams of `texts` (token ids), each text on its own.
 
     Args:
         whole: count only n-grams that lie inside a text; otherwise also those that begin in the pads before it.
+        counted: for each text, bool `[T, orders]`: the n-grams to count; None: all.
     """
     orders = plan.multipliers.shape[1] - 1
     pad = int(np.flatnonzero(plan.lookup == plan.pad)[0])
@@ -58,10 +61,12 @@ def count_ngrams(texts: Sequence[Sequence[int]], plan: HashPlan, whole: bool) ->
     ids = plan.lookup[stream]
     number = ids  # of the n-gram that ends at each token
     hot, distinct, counts = [], [], []
+    chosen = None if counted is None else np.concatenate([np.pad(of_text, ((orders, 0), (0, 0))) for of_text in counted])
     for order in range(2, orders + 2):
         # an n-gram is the one before it, a token shorter, and one token more
         _, number = np.unique(np.roll(number, 1) * (int(ids.max()) + 1) + ids, return_inverse=True)
-        at = np.flatnonzero(place >= (order - 1 if whole else 0))
+        taken = place >= (order - 1 if whole else 0)
+        at = np.flatnonzero(taken if chosen is None else taken & chosen[:, order - 2])
         count = np.bincount(number[at], minlength=int(number.max()) + 1)
         frequent = np.zeros(len(stream), dtype=bool)
         frequent[at] = _hot(count)[number[at]]

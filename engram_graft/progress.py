@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -18,6 +19,7 @@ from engram_graft.grafted import find_graft
 from engram_graft.ngrams import count_ngrams
 from engram_graft.recipe import TrainOptions
 from engram_graft.scoring import teacher_forced
+from engram_graft.silence import SILENT
 
 GATE_EXAMPLES = 16  # that gates are watched on, or a batch's if that is fewer: a small part of a run's time
 
@@ -51,7 +53,8 @@ class GateProbe(TrainerCallback):
         graft, count = find_graft(model), min(GATE_EXAMPLES, options.batch_size)
         chosen = range(0, len(examples), max(1, len(examples) // count))[:count]
         self.examples, self.every = [examples[n] for n in chosen], options.recall_every
-        self.hot = count_ngrams(examples["input_ids"][:], graft.plan, graft.config.whole_ngrams).of(chosen)
+        learned = [~np.array(marks) for marks in examples[SILENT][:]] if SILENT in examples.column_names else None
+        self.hot = count_ngrams(examples["input_ids"][:], graft.plan, graft.config.whole_ngrams, learned).of(chosen)
         self.seconds = 0.0  # spent measuring, not training
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -39,9 +39,9 @@ class TrainOptions:
     weight_decay: of dense weights; tables have none.
     lr_scheduler_type, warmup_steps: as transformers' TrainingArguments.
     max_grad_norm: joint norm that dense and row gradients are clipped to; 0 does not clip.
-    stop_ngrams: n-grams that occur this often or more in a background text are not learned: they would speak in any text; 0 learns
-        all.
-    background: text file or folder of that text; null: some 12,000 tokens that the base writes by itself.
+    stop_ngrams: n-grams that the base itself would write this often or more in a million tokens are not learned: they would speak in
+        any text; 0 learns all.
+    background: text file or folder that this is judged on; null: some 6,000 tokens that the base writes by itself.
     max_length: tokens an encoded fact or chat may have.
     block_size: tokens of a block of plain text.
     recall_prompts: trained prompts, evenly spread, that recall is measured on while training.
@@ -65,7 +65,7 @@ class TrainOptions:
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    stop_ngrams: int = 0
+    stop_ngrams: float = 0.0
     background: str | None = None
     max_length: int = 512
     block_size: int = 256

@@ -15,6 +15,8 @@ from engram_graft.encode import IGNORED, Collator, Question, Text, encode_answer
 from engram_graft.locate import unwrap
 from engram_graft.modes import no_learning
 
+TOKENS = 4096  # of a batch at most: a large vocabulary has many logits
+
 
 @dataclasses.dataclass(frozen=True)
 class Score:
@@ -73,9 +75,13 @@ def kl(base: Tensor, other: Tensor) -> Tensor:
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Rows of like length together: on a CPU padding costs what tokens do."""
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    """Rows of like length together (on a CPU padding costs what tokens do), fewer than `batch_size` where they are long."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        if not batches or len(batches[-1]) >= min(batch_size, max(1, TOKENS // max(lengths[row], 1))):
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def keeps_logits(model: nn.Module) -> bool:

@@ -6,8 +6,7 @@ that are frequent in any text ("of the") would speak where no fact is asked for.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,13 +36,3 @@ class Silence:
         if subject is not None and 0 < min(end, subject[1]) - max(start, subject[0]) < end - start:
             return True
         return tuple(ids[start:end]) in self.grams
-
-
-def frequent_ngrams(texts: Iterable[Sequence[int]], lookup: np.ndarray, orders: int, least: int) -> frozenset[Gram]:
-    """The n-grams of order 2 to `orders + 1` that occur `least` times or more in `texts` (token ids); `lookup` compresses ids."""
-    counts: Counter[Gram] = Counter()
-    for text in texts:
-        ids = lookup[np.asarray(text, dtype=np.int64)].tolist()
-        for order in range(2, orders + 2):
-            counts.update(tuple(ids[end - order : end]) for end in range(order, len(ids) + 1))
-    return frozenset(gram for gram, count in counts.items() if count >= least)

@@ -157,15 +157,17 @@ def _grafted(task: Task, base: nn.Module, address: Callable[..., Tensor], filter
     """The recipe's graft on `base`, its addresses replaced by what `address` gives."""
     recipe = task.recipe
     model = with_lora(base, recipe.lora, recipe.train.seed)
-    graft(model, task.tokenizer, dataclasses.replace(recipe.engram, seen_filter=filtered))
+    graft(model, task.tokenizer, recipe.engram)
     find_graft(model).register_forward_hook(address)
     train(model, task.tokenizer, recipe, task.data)
+    for memory in memories(model):
+        memory.table.seen_filter &= filtered  # training is without it anyway
     notes = {"parameters": movable(model)}
     return Made(model, partial(disable_graft, lora=True), lambda model: contextlib.nullcontext(), notes)
 
 
 def _one_row(task: Task, base: nn.Module) -> Made:
-    return _grafted(task, base, one_row, task.recipe.engram.seen_filter)
+    return _grafted(task, base, one_row, True)
 
 
 def _random_rows(task: Task, base: nn.Module) -> Made:
@@ -188,7 +190,7 @@ def _knn_lm(task: Task, base: nn.Module) -> Made:
 CONTROLS = {
     "lora_only": Control("LoRA alone, of as many parameters as the memory could move", _lora_only),
     "one_row": Control("the same graft with one row a head: no n-gram is told from another", _one_row),
-    "random_rows": Control("the same graft with its addresses drawn anew at every step", _random_rows),
+    "random_rows": Control("the same graft with its addresses drawn anew at every training call", _random_rows),
     "knn_lm": Control("no training: the base beside a look-up of its own nearest states in the training data", _knn_lm),
 }
 

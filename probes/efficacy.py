@@ -16,7 +16,7 @@ KINDS = ("efficacy", "paraphrase", "neighborhood")
 
 
 def _prompts(fact: Fact) -> dict[str, Sequence[str]]:
-    neighbours = [entry["prompt"] for entry in fact.neighborhood]
+    neighbours = [entry["prompt"] for entry in fact.neighborhood if entry["answer"] == fact.target_true]
     return dict(zip(KINDS, (fact.prompts, fact.paraphrases, neighbours), strict=True))
 
 
@@ -24,8 +24,9 @@ def _of(subject: Subject) -> dict[str, Scores]:
     """For each arm: {"efficacy", "paraphrase", "neighborhood", "score", "n"}, over the `n` facts that have a `target_true`.
 
     The first two are shares with P(new) > P(true), on trained prompts and on paraphrases; "neighborhood" is the share with
-    P(true) > P(new) on the prompts of the neighborhood. Shares are means over facts of each fact's own share, as in CounterFact's
-    evaluation; None where no fact has such prompts. "score" is their harmonic mean; None unless all three are there.
+    P(true) > P(new) on those prompts of the neighborhood whose answer is the true one: others are unrelated questions. Shares are
+    means over facts of each fact's own share, as in CounterFact's evaluation; None where no fact has such prompts. "score" is their
+    harmonic mean; None unless all three are there.
     """
     facts = [fact for fact in subject.facts if fact.target_true]
     questions: list[Question] = []

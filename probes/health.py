@@ -5,6 +5,7 @@ positions whose next token is a label. "Hot" is a position whose longest known n
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def health(subject: Subject) -> dict[str, Any]:
 
     - gate, gate_step0: now, and before training on the base's own hidden states: see `distribution`.
     - buckets: by gate, {"from", "to", "n", "ce" (nats, next token), "hot" (share)}.
-    - hot, cold: {"n", "gate", "ce", "base_ce"}.
+    - hot, cold: {"n", "gate", "ce" (the graft's, LoRA included), "base_ce"}.
     - utility_auc: see `utility_auc`, of the gate and of base loss - loss.
     - residual: root mean square of what is added over that of the residual stream: "total", its "conv" part, the "direct" rest.
     - heads, displacement: see there.
@@ -43,7 +44,7 @@ def health(subject: Subject) -> dict[str, Any]:
         return {}
     model, graft = subject.model, find_graft(subject.model)
     texts = examples["input_ids"][:]
-    ngrams = count_ngrams(texts, graft.plan, graft.config.whole_ngrams)
+    ngrams = count_ngrams(texts, graft.plan, graft.config.whole_ngrams, _learned(memories(model)[0], graft.plan, texts))
     chosen = spread([len(text) for text in texts], TOKENS)
     sample, hot = [examples[n] for n in chosen], ngrams.of(chosen)
     with subject.arms["graft"](model):
@@ -70,6 +71,15 @@ def _training_examples(subject: Subject) -> Dataset | None:
     if not subject.trained or (facts and all(fact.split != "train" for fact in facts)):
         return None
     return training_examples(subject.data, subject.tokenizer, subject.training)[0]
+
+
+def _learned(memory: Engram, plan: HashPlan, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """For each text, bool `[T, orders]`: the n-grams that training looked up. Not all are: see `engram_graft.silence`."""
+    found = []
+    for text in texts:
+        rows = torch.from_numpy(plan.rows(np.asarray(text, np.int64))[None, :, memory.index])
+        found.append(memory.table.known(rows.to(memory.table.seen.device))[0].cpu().numpy())
+    return found
 
 
 def distribution(gates: np.ndarray) -> dict[str, Any]:
@@ -105,9 +115,8 @@ def _use(reading: Reading, hot: np.ndarray, loss: np.ndarray, base_loss: np.ndar
 
 
 def utility_auc(gates: np.ndarray, gains: np.ndarray) -> float | None:
-    """The probability that of two positions the one with the larger gain has the higher gate, a tie counting half.
-
-    Gains above their median against the others (Mann-Whitney). None where all of them are on one side.
+    """The probability that a position whose gain is above the median has a higher gate than one whose gain is not, a tie counting half
+    (Mann-Whitney). None where all of them are on one side.
     """
     high = gains > np.median(gains) if len(gains) else np.zeros(0, dtype=bool)
     if not high.any():

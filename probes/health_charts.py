@@ -1,5 +1,6 @@
 """Charts of the memories' health: how open the gates are, what they are open for, and how far the rows moved."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,9 +67,9 @@ def hot_cold_bars(layers: Mapping[str, Mapping[str, Any]]) -> Chart:
         def paint(axis: Axes) -> None:
             for n, (name, color) in enumerate((("hot", ORANGE), ("cold", BLUE))):
                 places = [x + 0.4 * (n - 0.5) for x in range(len(layers))]
-                axis.bar(places, [layer[name][key] or 0 for layer in layers.values()], 0.36, label=name, color=color)
+                axis.bar(places, [_or_gap(layer[name][key]) for layer in layers.values()], 0.36, label=name, color=color)
                 if key == "ce":
-                    base = [layer[name]["base_ce"] or 0 for layer in layers.values()]
+                    base = [_or_gap(layer[name]["base_ce"]) for layer in layers.values()]
                     axis.hlines(base, [x - 0.19 for x in places], [x + 0.19 for x in places], INK, label="the base")
             axis.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
             axis.set(title=title)
@@ -88,17 +89,22 @@ def hot_cold_bars(layers: Mapping[str, Mapping[str, Any]]) -> Chart:
     return chart("hot-cold-bars", f"{told}.", "Hot and cold n-grams after training", 2.3, *panels, across=True)
 
 
+def _or_gap(value: float | None) -> float:
+    """A mean over no positions is nothing to draw, not 0."""
+    return math.nan if value is None else value
+
+
 def displacement(layers: Mapping[str, Sequence[Mapping[str, Any]]]) -> Chart:
-    """How far rows moved from their initial values, by how many times training looked them up."""
+    """How far rows moved from their initial values, by how often one pass of the training data looks them up."""
     groups = list(dict.fromkeys(group["touches"] for layer in layers.values() for group in layer))
 
     def paint(axis: Axes) -> None:
         width = 0.8 / len(layers)
         for n, (layer, found) in enumerate(layers.items()):
             places = [groups.index(group["touches"]) + (n - (len(layers) - 1) / 2) * width for group in found]
-            axis.bar(places, [group["rms"] or 0 for group in found], 0.9 * width, label=f"layer {layer}", color=SERIES[n % 6])
+            axis.bar(places, [_or_gap(group["rms"]) for group in found], 0.9 * width, label=f"layer {layer}", color=SERIES[n % 6])
         axis.set_xticks(range(len(groups)), groups)
-        axis.set(xlabel="times looked up in training", title="change of a row's channels (rms)")
+        axis.set(xlabel="look-ups in one pass of the training data", title="change of a row's channels (rms)")
         axis.grid(visible=False, axis="x")
 
     alt = "; ".join(f"layer {n}: " + ", ".join(f"{g['touches']} times {g['rms'] or 0:.3g}" for g in f) for n, f in layers.items())

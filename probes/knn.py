@@ -2,7 +2,7 @@
 
 p = share * p_knn + (1 - share) * p_LM; p_knn weighs the nearest entries by softmax(-squared distance / temperature). An entry is the
 input of the output embeddings at a position whose next token is trained, and that token.
-Source: Khandelwal et al., Generalization through Memorization (arXiv 1911.00172).
+Source: Khandelwal et al., Generalization through Memorization (arXiv 1911.00172), whose key is the input of the last feed-forward layer.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 KL(base || arm) in nats a token, the share of positions whose most likely next token is another, and the share whose logits are the
 base's bit for bit. Each at positions where a learned n-gram was looked up (hit) and elsewhere (miss) apart: a position after a hit is a
-miss, and may still have changed through attention and convolution. Before the first hit nothing can have.
+miss, and may still have changed through attention and convolution. Before the first hit a filtered memory alone changes nothing.
 """
 
 from collections.abc import Mapping

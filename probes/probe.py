@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def paraphrases(self) -> list[Question]:
-        """The same facts in wordings that were not trained."""
+        """The same facts in wordings that they were not trained in (others may have been: see `engram_graft.forms`)."""
         return [(prompt, fact.answer) for fact in self.facts for prompt in fact.paraphrases]
 
     @cached_property

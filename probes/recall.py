@@ -98,4 +98,6 @@ def _of_trained(subject: Subject) -> dict[str, Scores]:
 
 
 RECALL = Probe("recall", "greedy and teacher-forced answers to the trained prompts", _of_trained)
-PARAPHRASE = Probe("paraphrase", "the same in wordings that were not trained", lambda subject: _of(subject, subject.paraphrases))
+PARAPHRASE = Probe(
+    "paraphrase", "the same in wordings that the fact was not trained in", lambda subject: _of(subject, subject.paraphrases)
+)

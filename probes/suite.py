@@ -1,12 +1,11 @@
 """All probes over all arms, as the dictionary that becomes probes.json."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engram_graft.data import Fact
+from engram_graft.data import TEACHER, Fact
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft
 from engram_graft.probes import efficacy, health, heldout, locality, neighborhood, recall, task_exact, verbatim
@@ -50,7 +49,7 @@ def run_probes(
     Returns:
         {"arms": {arm: {probe: scores}}, "locality": the graft's, "known": how many trained prompts the base answers already,
         "seen_filter": bool, "by_forms": the graft's recall by number of trained wordings, "health", "examples": [{"prompt", "answer",
-        "right", "base", "graft"}], "data": {"sha256", "trained"}}. A part is absent where the data has nothing for it.
+        "right", "base", "graft"}], "data": {"sha256", "trained", "teachers"}}. A part is absent where the data has nothing for it.
     """
     report: dict[str, Any] = {"arms": {arm: {} for arm in subject.arms}}
     find_graft(subject.model)
@@ -67,14 +66,33 @@ def run_probes(
     if "recall" in arms["base"]:
         report["known"] = round(arms["base"]["recall"]["greedy_exact"] * arms["base"]["recall"]["n"])
     answered = {arm: {part: s[part].pop("right") for part in ("recall", "paraphrase") if part in s} for arm, s in arms.items()}
-    if subject.facts and "recall" in answered.get("graft", {}):
+    if subject.facts and subject.trained and "recall" in answered.get("graft", {}):
         report["by_forms"] = recall.by_forms(subject.facts, answered["graft"]["recall"], answered["graft"].get("paraphrase", ()))
     answers = {arm: scores["task_exact"].pop("answers") for arm, scores in arms.items() if "task_exact" in scores}
     if answers:
         report["examples"] = _examples(subject.facts, answers["base"], answers["graft"])
-    content = json.dumps(dataclasses.asdict(subject.data), sort_keys=True).encode()
-    report["data"] = {"sha256": hashlib.sha256(content).hexdigest()[:16], "trained": subject.trained}
+    report["data"] = {
+        "sha256": hashlib.sha256(json.dumps(_asked(subject)).encode()).hexdigest()[:16],
+        "trained": subject.trained,
+        "teachers": sum(fact.split == TEACHER for fact in subject.data.facts),
+    }
     return report
+
+
+def _asked(subject: Subject) -> list[Any]:
+    """What the probes ask, whatever it was trained with."""
+    facts = [
+        (
+            fact.prompts,
+            fact.answer,
+            fact.aliases,
+            fact.paraphrases,
+            [dict(entry) for entry in fact.neighborhood],
+            fact.target_true,
+        )
+        for fact in subject.facts
+    ]
+    return [facts, subject.data.chats, *(None if blocks is None else blocks["input_ids"][:] for blocks in subject.blocks)]
 
 
 def conclude(report: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def _recall(report: Mapping[str, Any]) -> tuple[str, list[str], str]:
     assert all_ is not None
     said = lambda count: "none" if count == 0 else "all" if count == n else f"{count:,}"  # noqa: E731
     without = [] if off is None else [f"without it the model knows {said(off)}{' of them' if off == 0 else ''}"]
-    controls = _controls(know, said, lambda count: count >= all_ - SMALL_SHARE * n, "no fewer than the graft")
+    controls = _controls(know, said, lambda count: count >= all_ - SMALL_SHARE * n)
     if base is None:
         return f"The graft {verb} {all_:,} {of}", without, controls
     if base >= (1 - SMALL_SHARE) * n:
@@ -56,6 +56,8 @@ def _recall(report: Mapping[str, Any]) -> tuple[str, list[str], str]:
     gain = all_ - base
     if gain <= SMALL_SHARE * n:
         nothing = "Nothing was learnt" if -gain <= SMALL_SHARE * n else "The graft does harm"
+        if not trained and nothing == "Nothing was learnt":
+            nothing = "This data was not trained on, and the graft answers it as the base does"
         alone_too = [f"the memory by itself knows {said(alone)}"] if alone is not None and alone > all_ else []
         return f"{nothing}: it knows {all_:,} {of} and the base {said(base)}", alone_too, controls
     before = [f"the base knew {base:,} already"] if base else []
@@ -90,7 +92,7 @@ def _loss(report: Mapping[str, Any]) -> tuple[str, list[str], str]:
     on = "On held-out text" if part == "heldout" else "On the trained text (none was held out)"
     base, all_, off, shuffled, alone = (loss.get(arm) for arm in PARTS)
     assert all_ is not None
-    controls = _controls(loss, nats, lambda ce: ce <= all_ + SMALL_CE, "no higher than the graft", best=min)
+    controls = _controls(loss, nats, lambda ce: ce <= all_ + SMALL_CE, best=min)
     without = [] if off is None or off == base else [f"without the memory it is {nats(off)}"]
     without += [] if alone is None else [f"by the memory alone {nats(alone)}"]
     if base is None:
@@ -112,11 +114,14 @@ def _loss(report: Mapping[str, Any]) -> tuple[str, list[str], str]:
 
 
 def _controls(
-    values: Mapping[str, Any], said: Callable[[Any], str], match: Callable[[Any], bool], what: str, best: Callable[..., Any] = max
+    values: Mapping[str, Any], said: Callable[[Any], str], match: Callable[[Any], bool], best: Callable[..., Any] = max
 ) -> str:
     names = [name for name in values if name not in (*PARTS, "gate_open")]
     names.sort(key=lambda name: values[name], reverse=best is max)
-    told = [f"{arm_label(name)} {said(values[name])}{f' ({what})' if match(values[name]) else ''}" for name in names]
+    told = [
+        f"{arm_label(name)} {said(values[name])}{' (about as good as the graft)' if match(values[name]) else ''}"
+        for name in names
+    ]
     return f"; controls: {', '.join(told)}" if told else ""
 
 

@@ -20,11 +20,12 @@ DRIFT = 0.1  # nats a token of neutral text
 def warnings(report: Mapping[str, Any]) -> list[str]:
     """Sentences about what is wrong in a report (probes.json); parts that it does not have are passed over."""
     arms = report.get("arms", {})
-    found = [*_benefit(arms), *_damage(report, arms)]
+    trained = report.get("data", {}).get("trained", True)
+    found = [*(_benefit(arms) if trained else ()), *_damage(report, arms)]
     recall = arms.get("base", {}).get("recall")
     if recall and report.get("known", 0) > recall["n"] / 2:
         found.append(
-            f"The base already answers {report['known']} of {recall['n']} trained prompts: their recall says nothing of the memory. "
+            f"The base already answers {report['known']} of {recall['n']} prompts: their recall says nothing of the memory. "
             "Judge by the others (recall: new), or take facts that the base does not know."
         )
     layers = report.get("health", {}).get("layers")
@@ -52,13 +53,16 @@ def _benefit(arms: Mapping[str, Any]) -> Iterator[str]:
         return f"recall {score[arm]:.1%}" if probe == "recall" else f"loss {-score[arm]:.3f}"
 
     graft, base, off = score["graft"], score["base"], score.get("memory_off", score["base"])
+    if probe == "recall" and base >= 1 - LEAST_GAIN[probe]:
+        return  # there is nothing to gain
     gain = graft - off
-    if graft - base >= LEAST_GAIN[probe] and off - base > MOST * (graft - base):
+    each = score.get("lora_off", base) - base >= MOST * (graft - base)  # the memory could do it as well
+    if graft - base >= LEAST_GAIN[probe] and off - base > MOST * (graft - base) and not each:
         yield (
             f"LoRA did it alone: {shown('memory_off')} without the memory, {shown('graft')} with it, {shown('base')} for the base. "
             "Lower lora.learning_rate, or train the memory alone with lora.rank=0."
         )
-    elif gain < LEAST_GAIN[probe]:
+    elif gain < LEAST_GAIN[probe] and not each:
         yield (
             f"The memory is not used: {shown('graft')} with it, {shown('memory_off')} without. Train longer, or raise "
             "train.learning_rate; the gates say whether it is shut out."
@@ -79,7 +83,7 @@ def _damage(report: Mapping[str, Any], arms: Mapping[str, Any]) -> Iterator[str]
         lora = off is not None and off > kl / 2
         yield (
             f"The graft drifts on neutral text: KL {kl:.3f} nats a token from the base"
-            + (f", {off:.3f} of it with the memory off. Lower lora.learning_rate." if lora else ". ")
+            + (f", {off:.3f} with the memory off. Lower lora.learning_rate." if lora else ". ")
             + ("" if lora else "Keep engram.seen_filter on, lower train.learning_rate or train fewer steps.")
         )
     graft, base = arms.get("graft", {}), arms.get("base", {})
@@ -99,7 +103,7 @@ def _gates(layer: Mapping[str, Any]) -> Iterator[str]:
             f"the gate has shut: mean {gate['mean']:.3f}, {gate['below_05']:.0%} of gates below {SHUT}. The memory is kept out of the "
             "stream and learns no more. Lower train.learning_rate, or give the memory another layer."
         )
-    if gate["above_95"] > OPEN:
+    if gate["above_95"] > MOST:
         yield (
             f"the gate is stuck open: {gate['above_95']:.0%} of gates above {OPEN}. It no longer chooses by context. Lower "
             "train.learning_rate or train fewer steps."
@@ -109,17 +113,14 @@ def _gates(layer: Mapping[str, Any]) -> Iterator[str]:
     low = auc is not None and auc < min(LOW_AUC, 0.5 - 3 / math.sqrt(3 * max(n, 1)))
     gains = [side["base_ce"] - side["ce"] if side["n"] else -math.inf for side in (hot, cold)]
     bias = hot["n"] and 0 < gains[1] >= gains[0] and hot["gate"] - cold["gate"] > HOT_GAP
-    evidence = [f"it is higher where the memory helps less (area {auc:.2f}, chance is 0.50)"] if low else []
+    evidence = [f"it is higher where the graft helps less (area {auc:.2f}, chance is 0.50)"] if low else []
     if bias:
         evidence.append(
-            f"it is {hot['gate']:.2f} at frequent n-grams and {cold['gate']:.2f} at rare ones, though the memory lowers the loss by "
+            f"it is {hot['gate']:.2f} at frequent n-grams and {cold['gate']:.2f} at rare ones, though the graft lowers the loss by "
             f"{gains[0]:.2f} and {gains[1]:.2f} nats there"
         )
     if evidence:
-        yield (
-            f"hot bias of the gate: {'; '.join(evidence)}. Train longer, or raise train.table_rate_multiplier: rows of rare n-grams "
-            "have moved the least."
-        )
+        yield (f"hot bias of the gate: {'; '.join(evidence)}. Train longer, or raise train.table_rate_multiplier.")
 
 
 def _addend(layer: Mapping[str, Any]) -> Iterator[str]:

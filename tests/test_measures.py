@@ -482,7 +482,7 @@ def test_efficacy_is_romes_three_shares_by_fact_and_their_harmonic_mean(tokenize
             "new",
             (),
             ("g",),
-            ({"prompt": "h", "answer": "true"}, {"prompt": "i", "answer": "x"}),
+            ({"prompt": "h", "answer": "true"}, {"prompt": "i", "answer": "true"}, {"prompt": "unrelated", "answer": "x"}),
             target_true="true",
         ),
         Fact("3", ("j",), "new"),

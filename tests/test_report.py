@@ -151,7 +151,7 @@ def test_verdict_counts_what_the_base_did_not_know() -> None:
 
 def test_verdict_names_controls_and_which_do_as_well() -> None:
     found = verdict(facts(base=0, graft=90, memory_off=0, lora_only=55, one_row=0, knn_lm=92))
-    assert found.endswith("; controls: kNN-LM 92 (no fewer than the graft), LoRA only 55, one row none.")
+    assert found.endswith("; controls: kNN-LM 92 (about as good as the graft), LoRA only 55, one row none.")
     assert "controls" not in verdict(facts(base=0, graft=90, memory_off=0, gate_open=80))
 
 
