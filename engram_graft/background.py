@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from engram_graft.data import load_data
@@ -60,29 +60,27 @@ def expected_rates(model: nn.Module, texts: Sequence[Sequence[int]], ngrams: Ngr
     """How often the base of a grafted model would write each n-gram where `texts` (token ids) go on: for each order, float64 `[n]`,
     times in a million tokens. Of the last token one spelling counts."""
     lookup = find_graft(model).plan.lookup
-    following: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)  # what may follow: order, n-gram, last token
-    for order, spellings in enumerate(ngrams.distinct):
+    following: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(
+        list
+    )  # after a prefix: which n-gram of its order, last token
+    for spellings in ngrams.distinct:
         for n, (prefix, last) in enumerate(zip(lookup[spellings[:, :-1]].tolist(), spellings[:, -1].tolist(), strict=True)):
-            following[tuple(prefix)].append((order, n, last))
-    sought = {prefix: tuple(np.array(column) for column in zip(*found, strict=True)) for prefix, found in following.items()}
+            following[tuple(prefix)].append((n, last))
+    sought = {prefix: np.array(found).T for prefix, found in following.items()}
     rates = [np.zeros(len(spellings)) for spellings in ngrams.distinct]
     tokens = 0
-    for text in texts:
-        if not text:
-            continue
+    for text in filter(None, texts):
         likely, ids = _next_tokens(model, text), lookup[np.asarray(text, np.int64)].tolist()
         tokens += len(ids)
         for end in range(1, len(ids) + 1):
             for length in range(1, min(end, len(rates)) + 1):
                 if (found := sought.get(tuple(ids[end - length : end]))) is not None:
-                    orders, n, last = found
-                    assert (orders == length - 1).all(), "a prefix of one token is a 2-gram's"
-                    rates[length - 1][n] += likely[end - 1, torch.from_numpy(last)].numpy()
+                    rates[length - 1][found[0]] += likely[end - 1, found[1]]
     return [rate / max(tokens, 1) * 1e6 for rate in rates]
 
 
-def _next_tokens(model: nn.Module, text: Sequence[int]) -> Tensor:
-    """Probabilities `[T, V]` of the base for the token after each of `text`, on the CPU."""
+def _next_tokens(model: nn.Module, text: Sequence[int]) -> np.ndarray:
+    """Probabilities `[T, V]` of the base for the token after each of `text`."""
     ids = torch.tensor([list(text)], device=unwrap(model).device)
     with disable_graft(model, lora=True), no_learning(model):
-        return model(input_ids=ids).logits[0].float().softmax(-1).cpu()
+        return model(input_ids=ids).logits[0].float().softmax(-1).cpu().numpy()

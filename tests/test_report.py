@@ -191,8 +191,8 @@ def test_verdict_says_that_neutral_text_kept_every_bit() -> None:
         ),
         (
             text(base=3.0, graft=3.2, memory_off=3.0, lora_only=2.8),
-            "On held-out text the graft does harm: the loss is 3.200 nats a token and the base's 3.000; controls: LoRA only 2.800 (no "
-            "higher than the graft).",
+            "On held-out text the graft does harm: the loss is 3.200 nats a token and the base's 3.000; controls: LoRA only 2.800 (about "
+            "as good as the graft).",
         ),
         (
             text(base=3.0, graft=2.995, memory_off=3.0),

@@ -19,15 +19,14 @@ from test_train import FACTS, recipe
 from torch import Tensor, nn
 
 import engram_graft as eg
-from engram_graft.background import LENGTH, SAMPLES, background_texts
+from engram_graft.background import LENGTH, SAMPLES, background_texts, expected_rates
 from engram_graft.data import TEACHER, Data, Fact, load_data
 from engram_graft.encode import Collator, encode_facts, subject_spans
 from engram_graft.errors import UserError
 from engram_graft.examples import find_silence, training_data, training_examples
 from engram_graft.grafted import disable_graft, find_graft, memories, without_ngrams
-from engram_graft.hashing import HashPlan
 from engram_graft.modes import no_learning
-from engram_graft.ngrams import frequent_ngrams
+from engram_graft.ngrams import count_ngrams
 from engram_graft.probes import Subject, run_probes
 from engram_graft.recipe import Recipe, TrainOptions
 from engram_graft.silence import SILENT, Silence
@@ -49,8 +48,22 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engram_graft.background.LENGTH", 24)
 
 
+def counted(model: Any, texts: Any, ngrams: Any) -> list[np.ndarray]:
+    """How often each n-gram is in `texts`: what a random tiny base cannot tell."""
+    plan = find_graft(model).plan
+    found = count_ngrams(texts, plan, whole=True)
+    rates = []
+    for order, spellings in enumerate(ngrams.distinct):
+        grams = plan.lookup[found.distinct[order]].tolist()
+        counts = {tuple(gram): n for gram, n in zip(grams, found.counts[order], strict=True)}
+        rates.append(np.array([counts.get(tuple(gram), 0) for gram in plan.lookup[spellings].tolist()]))
+    return rates
+
+
 @pytest.fixture
-def background(tmp_path: Path) -> str:
+def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file of text; a base that would write its n-grams as often as they are there."""
+    monkeypatch.setattr("engram_graft.examples.expected_rates", counted)
     path = tmp_path / "background.txt"
     path.write_text(BACKGROUND)
     return str(path)
@@ -110,25 +123,33 @@ def test_n_grams_inside_the_subject_and_inside_the_wording_are_learned() -> None
     assert not np.any(Silence(np.arange(10), 2).marks([1, 2, 3], None)), "control"
 
 
-def test_frequent_ngrams_are_what_a_slow_loop_counts() -> None:
-    draw, lookup = np.random.default_rng(0), np.arange(12) // 2
-    texts = [draw.integers(0, 12, n).tolist() for n in (0, 1, 2, 30, 200)]
-    for orders, least in ((1, 1), (2, 3), (3, 2)):
-        counts: Counter[tuple[int, ...]] = Counter()
-        for text in texts:
-            for at in range(len(text)):
-                for order in range(2, orders + 2):
-                    if at + order <= len(text):
-                        counts[tuple(int(id) // 2 for id in text[at : at + order])] += 1
-        expected = {gram for gram, n in counts.items() if n >= least}
-        integers = np.ones((1, orders + 1), dtype=np.int64)
-        plan = HashPlan(integers, np.full((1, orders), 11), np.zeros((1, orders), dtype=np.int64), lookup, 0)
-        assert frequent_ngrams(texts, plan, least) == expected
-        assert least == 1 or 0 < len(expected) < len(counts), "control"
+def test_expected_rates_are_the_bases_own_probabilities_summed_where_the_n_gram_could_go_on(tokenizer: Any) -> None:
+    model = fresh(tokenizer)
+    randomize(model)
+    plan = find_graft(model).plan
+    texts = [tokenizer(text)["input_ids"] for text in (BACKGROUND, "The Sun", "x")]
+    ngrams = count_ngrams([tokenizer("The river rises in the hills and the sun")["input_ids"]], plan, whole=True)
+    rates = expected_rates(model, texts, ngrams)
+    bare, tokens = tiny_model(), sum(map(len, texts))
+    some = 0
+    for order, spellings in enumerate(ngrams.distinct):
+        for n, gram in enumerate(spellings):
+            expected = 0.0
+            for text in texts:
+                with no_learning(bare):
+                    likely = bare(input_ids=torch.tensor([text])).logits[0].softmax(-1)
+                prefix = plan.lookup[gram[:-1]].tolist()
+                for end in range(len(prefix), len(text) + 1):
+                    if plan.lookup[np.array(text[end - len(prefix) : end])].tolist() == prefix:
+                        expected += float(likely[end - 1, gram[-1]])
+            assert rates[order][n] == pytest.approx(expected / tokens * 1e6, rel=1e-4)
+            some += expected > 0
+    assert 5 < some < sum(map(len, ngrams.distinct)), "control: some could go on, others not"
 
 
 def test_what_compresses_to_one_is_one_n_gram(tokenizer: Any, background: str) -> None:
-    silence = find_silence(fresh(tokenizer), tokenizer, FACTS, TrainOptions(stop_ngrams=2, background=background))
+    facts = Data(facts=(Fact("1", ("The cat lies in the",), "sun"),))
+    silence = find_silence(fresh(tokenizer), tokenizer, facts, TrainOptions(stop_ngrams=2, background=background))
     assert silence is not None
     written, other = (tokenizer(text)["input_ids"] for text in (" in the", " IN THE"))
     assert written != other, "control: other tokens"
@@ -143,7 +164,8 @@ def test_nothing_is_left_out_unless_asked_for(tokenizer: Any, background: str) -
     taught = training_data(teaching(), FACTS)
     crossing = find_silence(model, tokenizer, taught, TrainOptions())
     assert crossing is not None and not crossing.grams, "teachers: what runs over the edge of a subject"
-    both = find_silence(model, tokenizer, taught, TrainOptions(stop_ngrams=2, background=background))
+    common = dataclasses.replace(taught, facts=(*taught.facts, Fact("1", ("The cat lies in the",), "sun")))
+    both = find_silence(model, tokenizer, common, TrainOptions(stop_ngrams=2, background=background))
     assert both is not None and both.grams
     examples, _ = training_examples(FACTS, tokenizer, TrainOptions())
     assert examples.column_names == ["input_ids", "labels"]
@@ -272,7 +294,10 @@ def test_control_what_training_does_not_leave_out_speaks(tokenizer: Any) -> None
             assert not torch.equal(model(input_ids=asked).logits, spoken)
 
 
-def test_a_batch_of_nothing_but_silent_n_grams_trains_nothing_and_does_not_fail(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_batch_of_nothing_but_silent_n_grams_trains_nothing_and_does_not_fail(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engram_graft.examples.expected_rates", counted)
     (tmp_path / "same.txt").write_text("Velmora exports wool.")
     plan = recipe(stop_ngrams=1, background=str(tmp_path / "same.txt"), max_steps=2, recall_every=1)
     model = fresh(tokenizer)
