@@ -34,6 +34,9 @@ def options(context: typer.Context, debug: bool = typer.Option(False, "--debug",
 def main() -> None:
     """Entry point. Exit code 1 when a promise that was checked does not hold, 2 for a wrong input, each with one line; 3 for a fault."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the GGUF loader's bar has no other switch
+    for stream in (sys.stdout, sys.stderr):  # an answer may hold what the terminal's encoding has not
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

@@ -61,7 +61,7 @@ def quiet() -> None:
     for name in ("torchao", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="peft|torch")
+    warnings.filterwarnings("ignore", category=UserWarning, module="peft|torch|matplotlib")
 
 
 def pick_device(device: str | None) -> str:

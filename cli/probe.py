@@ -55,20 +55,32 @@ def command(
         _list(json)
         return
     if compare:
+        for option, value in (("--data", data), ("--only", only), ("--controls", controls), ("--control", control)):
+            if value:
+                raise UserError(
+                    f"{option} with --compare: that reads what earlier probes wrote; probe each graft with {option} first"
+                )
         _compare(given, output, json)
         return
     if len(given) != 1:
         raise UserError(f"{len(given)} directories: name one graft directory to probe, or several with --compare")
     directory = given[0]
+    from engram_graft.files import CONFIG_FILE
+
+    target = Path(output or directory)
+    if target.resolve() != Path(directory).resolve() and (target / CONFIG_FILE).exists():
+        raise UserError(f"--output {output}: is another graft, whose results these would replace; choose a directory of its own")
     for option, value in (("--data", data), ("--only", only)):
-        if value and not output:
-            raise UserError(f"{option} needs --output: the graft's own probes.json has all probes of the data it was trained on")
+        if value and target.resolve() == Path(directory).resolve():
+            raise UserError(
+                f"{option} needs --output DIR: the graft's own probes.json has all probes of the data it was trained on"
+            )
     from engram_graft.data import load_data
     from engram_graft.examples import training_data
     from engram_graft.probes import CONTROLS, Subject, pick_probes
 
     recipe = trained_by(directory) if data is None else recorded_recipe(directory)
-    probes = pick_probes(only.split(",") if only else None)
+    probes = pick_probes([name.strip() for name in only.split(",")] if only else None)
     names = list(CONTROLS) if controls else control or []
     if unknown := [name for name in names if name not in CONTROLS]:
         raise UserError(f"--control {unknown[0]!r}: there is none; the controls are {', '.join(CONTROLS)}")
@@ -77,9 +89,10 @@ def command(
         options, batch_size=options.batch_size if batch_size is None else batch_size, examples=show_examples
     )
     facts = load_data(data) if data else training_data(recipe)
+    if names and data:
+        training_data(trained_by(directory))  # what the controls are trained on has to be there
     model, tokenizer = open_graft(directory, device, dtype, table_tier, table_dir)
     subject = Subject(model, tokenizer, facts, options, recipe.train, trained=data is None)
-    target = Path(output or directory)
     report = probe_into(subject, Path(directory), target, {}, data or recipe.data, probes, recipe if names else None, names)
     if json:
         emit(report)
@@ -127,8 +140,8 @@ def _compare(directories: Sequence[str], output: str | None, json: bool) -> None
     from engram_graft.output import all_or_nothing
     from engram_graft.probes.compare import compare, write_compare
 
-    if len(directories) < 2:
-        raise UserError(f"--compare: {len(directories)} directories given; name two or more that have a probes.json")
+    if len({Path(directory).resolve() for directory in directories}) < max(2, len(directories)):
+        raise UserError(f"--compare {' '.join(directories)}: name two or more grafts, each once")
     reports = {}
     for directory in directories:
         path = Path(directory) / "probes.json"
@@ -138,6 +151,9 @@ def _compare(directories: Sequence[str], output: str | None, json: bool) -> None
             reports[directory] = json_format.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: not JSON ({error}); probe the graft again") from error
+        arms = reports[directory].get("arms") if isinstance(reports[directory], dict) else None
+        if not isinstance(arms, dict) or not all(isinstance(arms.get(arm), dict) for arm in ("base", "graft")):
+            raise UserError(f"{path}: no report of engram-graft (no scores of the arms base and graft); probe the graft again")
     compared = compare(reports)
     if output is not None:
         with all_or_nothing(Path(output)) as files:
@@ -165,11 +181,7 @@ def probe_into(
     that the directory `graft` has."""
     import json
 
-    from engram_graft.card import model_card
-    from engram_graft.files import CONFIG_FILE
-    from engram_graft.output import all_or_nothing
-    from engram_graft.probes import PROBES, conclude, run_controls, run_probes
-    from engram_graft.probes.report import write_report
+    from engram_graft.probes import PROBES, run_controls, run_probes
 
     try:
         before = json.loads(path.read_text()) if (path := graft / "probes.json").is_file() else {}
@@ -179,19 +191,32 @@ def probe_into(
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error.msg}); remove it and probe again") from error
     probes = PROBES if probes is None else probes
-    report = run_probes(subject, probes, lambda name: say(f"probe     {name}"))
-    if controls:
-        arms, report["controls"] = run_controls(subject, recipe, probes, controls, lambda name: say(f"control   {name}"))
-        report["arms"] |= arms
+    report = run_probes(subject, probes, lambda name: say(f"probe     {name}")) | kept | checks
     report["data"]["source"] = source
-    report = {**report, **kept, **checks}
-    conclude(report)
     if "identity" in report:
         report["identity"] = {key: report["identity"][key] for key in ("bitwise", "logits")}
+    _write(report, graft, output)
+    if controls:  # they take as long as training did: what was measured until here is safe
+        arms, report["controls"] = run_controls(subject, recipe, probes, controls, lambda name: say(f"control   {name}"))
+        report["arms"] |= arms
+        _write(report, graft, output)
+    return report
+
+
+def _write(report: dict[str, Any], graft: Path, output: Path) -> None:
+    """probes.json, report.html and, of a graft, its model card; the report gets its verdict and warnings."""
+    import json
+
+    from engram_graft.card import model_card
+    from engram_graft.files import CONFIG_FILE
+    from engram_graft.output import all_or_nothing
+    from engram_graft.probes import conclude
+    from engram_graft.probes.report import write_report
+
+    conclude(report)
     with all_or_nothing(output) as files:
-        (files / "probes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (files / "probes.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         write_report(report, graft / "metrics.jsonl", files / "report.html")
     if (output / CONFIG_FILE).is_file():
         described = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
         (output / "README.md").write_text(model_card(output, described), encoding="utf-8")
-    return report

@@ -70,12 +70,13 @@ def show(report: dict[str, Any], examples: int) -> None:
 
 def show_comparison(compared: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
     table.add_column("score")
     for name in compared["grafts"]:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for row in compared["rows"]:
         table.add_row(row["metric"], *("" if value is None else f"{value:.4g}" for value in row["values"]))
     Console().print(table)

@@ -60,5 +60,6 @@ def _results(directory: Path) -> list[str]:
                 scores.get("task_exact", {}).get("exact_match"),
             )
             lines.append(f"| {arm} | " + " | ".join("" if n is None else f"{n:.1%}" for n in numbers) + " |")
-        lines += ["", f"KL to the base on neutral text: {report['locality']['kl']:.2g} nats a token."]
+        if "locality" in report:
+            lines += ["", f"KL to the base on neutral text: {report['locality']['kl']:.2g} nats a token."]
     return lines

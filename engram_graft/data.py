@@ -53,19 +53,19 @@ def load_data(source: str) -> Data:
     """
     path = Path(source)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in _TEXT_SUFFIXES and p.is_file())
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _TEXT_SUFFIXES and p.is_file())
         if not files:
             raise UserError(f"{source}: no {', '.join(_TEXT_SUFFIXES)} files in this folder")
         return _texts(source, (_read(p) for p in files))
     if path.is_file():
-        if path.suffix in _TEXT_SUFFIXES:
+        if path.suffix.lower() in _TEXT_SUFFIXES:
             return _texts(source, [_read(path)])
         readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-        if path.suffix not in readers:
+        if path.suffix.lower() not in readers:
             raise UserError(
                 f"{source}: cannot read {path.suffix or 'a file without ending'}; use .jsonl, .json, .csv, .parquet or .txt"
             )
-        return _records(source, readers[path.suffix](path))
+        return _records(source, readers[path.suffix.lower()](path))
     if path.suffix or source.count("/") != 1:
         raise UserError(f"{source}: no such file or folder (a hub dataset id has the form owner/name)")
     try:
@@ -101,12 +101,15 @@ def _json(path: Path) -> Iterable[tuple[str, Any]]:
         if error.msg == "Extra data":  # more than one value: lines of JSON under this ending, as TOFU's files are
             return _jsonl(path)
         raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    if isinstance(records, dict):
+        records = [records]  # a file of JSON lines that has one
     if not isinstance(records, list):
         raise UserError(f"{path}: must be a JSON array of records, found {type(records).__name__}")
     return ((f"record {number}", record) for number, record in enumerate(records, 1))
 
 
 def _csv(path: Path) -> Iterable[tuple[str, Any]]:
+    csv.field_size_limit(2**31 - 1)  # a document may be a cell
     reader = csv.DictReader(io.StringIO(_read(path), newline=""))
     for row in reader:
         if None in row:
@@ -141,6 +144,10 @@ def _records(source: str, records: Iterable[tuple[str, Any]]) -> Data:
         where = f"{source}, {where}"
         if not isinstance(record, dict):
             raise UserError(f"{where}: must be an object, found {type(record).__name__}")
+        try:
+            json.dumps(record, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: holds half of a character ({error.object[error.start]!r}), which is no text") from error
         content = read_record(where, record)
         if isinstance(content, Fact):
             facts.append(content if content.id else dataclasses.replace(content, id=f"fact-{len(facts) + 1}"))

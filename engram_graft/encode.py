@@ -156,7 +156,8 @@ def chat_questions(chats: Iterable[Chat], tokenizer: PreTrainedTokenizerBase) ->
     questions: list[Question] = []
     for chat in chats:
         for before, turn in chat_turns(chat, tokenizer):
-            end = max((at for at, id in enumerate(turn) if id in special), default=len(turn))
+            spoken = next((at for at, id in enumerate(turn) if id not in special), len(turn))
+            end = max((at for at, id in enumerate(turn) if id in special and at > spoken), default=len(turn))
             questions.append((before, turn[:end]))
     return questions
 

@@ -47,7 +47,10 @@ Content = Fact | Chat | str
 def _fact(record: Record, prompts: tuple[str, ...], answer: str, **others: Any) -> Fact:
     """A fact with the record's own id ("id", or "case_id" as edits have it; "" where there is none) and split."""
     number = next((value for name in ("id", "case_id") if (value := record.get(name)) is not None), "")
-    return Fact(str(number), prompts, answer.strip(), split=str(record.get("split") or "train"), **others)
+    split = str(record.get("split") or "train")
+    if split == TEACHER:
+        raise record.wrong(f"split is {TEACHER!r}, which the facts that are invented for teach.facts have; name it otherwise")
+    return Fact(str(number), prompts, answer.strip(), split=split, **others)
 
 
 def _native(record: Record) -> Fact:

@@ -16,34 +16,9 @@ from engram_graft.errors import UserError
 from engram_graft.recipe import TeachOptions
 
 GAP = "{}"  # where a template has its subject
-_ONSETS = (
-    "b",
-    "br",
-    "c",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gl",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pr",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
-    "w",
-    "z",
-)
-_VOWELS = ("a", "e", "i", "o", "u")
-_CODAS = ("l", "m", "n", "r", "s", "th", "ck", "x", "nd", "rt")
+_ONSETS = [*"bcdfghjklmnprstvwz", "br", "dr", "gl", "pr", "st", "tr"]
+_VOWELS = [*"aeiou"]
+_CODAS = [*"lmnrsx", "th", "ck", "nd", "rt"]
 # a vowel sign of Hindi or Thai, or an accent written apart, is part of its word; to `re` it is not
 _WORD = re.compile(r"[\w" + "".join(chr(n) for n in range(0x300, 0x10000) if unicodedata.category(chr(n)).startswith("M")) + "]+")
 
@@ -68,8 +43,9 @@ def find_relations(facts: Sequence[Fact], templates: Mapping[str, Sequence[str]]
     """
     given = [tuple(form.rstrip() for form in forms) for forms in (templates or {}).values()]
     subjects = find_subjects(facts, [form for forms in given for form in forms])
-    groups: list[tuple[dict[str, None], dict[str, None], dict[str, None]]] = []
-    for fact, subject in zip(facts, subjects, strict=True):
+    groups: dict[int, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}  # wordings, subjects, answers
+    group_of: dict[str, int] = {}  # of each wording
+    for number, (fact, subject) in enumerate(zip(facts, subjects, strict=True)):
         if subject is None:
             continue
         texts = [text for text in _texts(fact) if GAP not in text and subject in text]
@@ -77,12 +53,16 @@ def find_relations(facts: Sequence[Fact], templates: Mapping[str, Sequence[str]]
         for more in given:
             if forms.keys() & set(more):
                 forms |= dict.fromkeys(more)
-        merged = (forms, {subject: None}, {fact.answer: None})
-        for group in [group for group in groups if group[0].keys() & forms.keys()]:
-            groups.remove(group)
-            merged = (group[0] | merged[0], group[1] | merged[1], group[2] | merged[2])
-        groups.append(merged)
-    return [Relation(tuple(forms), tuple(subjects), tuple(answers)) for forms, subjects, answers in groups]
+        first, *others = sorted({group_of[form] for form in forms if form in group_of}) or [number]
+        group = groups.setdefault(first, ({}, {}, {}))
+        for other in others:  # this fact shows that they are one
+            group_of.update(dict.fromkeys(groups[other][0], first))
+            for mine, theirs in zip(group, groups.pop(other), strict=True):
+                mine.update(theirs)
+        group_of.update(dict.fromkeys(forms, first))
+        for mine, new in zip(group, (forms, [subject], [fact.answer]), strict=True):
+            mine.update(dict.fromkeys(new))
+    return [Relation(tuple(forms), tuple(subjects), tuple(answers)) for forms, subjects, answers in groups.values()]
 
 
 def find_subjects(facts: Sequence[Fact], templates: Iterable[str] = ()) -> list[str | None]:
@@ -163,23 +143,30 @@ def with_teachers(data: Data, options: TeachOptions) -> Data:
         return data
     subjects = find_subjects(data.facts, [form for forms in options.templates.values() for form in forms])
     facts = tuple(dataclasses.replace(fact, subject=subject) for fact, subject in zip(data.facts, subjects, strict=True))
-    teachers = make_teachers(find_relations(facts, options.templates), options.facts, options.seed)
+    relations = find_relations(facts, options.templates)
+    wordings = {form for relation in relations for form in relation.templates}
+    for name, forms in options.templates.items():
+        if not wordings.intersection(form.rstrip() for form in forms):
+            raise UserError(
+                f"teach.templates: no prompt of the data is worded as one of {name} ({forms}); add the wording it has"
+            )
+    teachers = make_teachers(relations, options.facts, options.seed)
     if not teachers:
         raise UserError(
-            f"teach.facts={options.facts}: the data has no facts that are asked in two wordings or more; give facts paraphrases, or "
-            "their relations' wordings in teach.templates"
+            f"teach.facts={options.facts}: the data has no two facts of one relation that is asked in two wordings or more; give facts "
+            "paraphrases, or their relations' wordings in teach.templates"
         )
     return dataclasses.replace(data, facts=(*facts, *teachers))
 
 
 def make_teachers(relations: Sequence[Relation], each: int, seed: int = 0) -> list[Fact]:
-    """`each` invented facts for every relation with two wordings or more, each asked in all of them, the answers drawn from the
-    relation's own. Deterministic in `seed`."""
+    """`each` invented facts for every relation with two wordings and two answers or more, each asked in all of them, the answers drawn
+    from the relation's own (where there is one alone, it and not the wording would be taught). Deterministic in `seed`."""
     rng = random.Random(seed)
     taken = {subject.casefold() for relation in relations for subject in relation.subjects}
     teachers = []
     for number, relation in enumerate(relations):
-        for n in range(each if len(relation.templates) > 1 else 0):
+        for n in range(each if len(relation.templates) > 1 and len(relation.answers) > 1 else 0):
             subject = _invent(rng, rng.choice(relation.subjects), taken)
             taken.add(subject.casefold())
             prompts = tuple(template.replace(GAP, subject) for template in relation.templates)

@@ -96,8 +96,12 @@ class TeachOptions:
     def __post_init__(self) -> None:
         _at_least("teach", self, 0, "facts", "seed")
         for name, forms in self.templates.items():
-            if not isinstance(forms, list) or not all(isinstance(form, str) and form.count("{}") == 1 for form in forms):
-                raise UserError(f"teach.templates: {name} must be a list of wordings, each with one {{}} where the subject goes")
+            if not isinstance(forms, list) or not all(
+                isinstance(form, str) and form.count("{}") == 1 and form.strip() != "{}" for form in forms
+            ):
+                raise UserError(
+                    f"teach.templates: {name} must be a list of wordings, each with words and one {{}} where the subject goes"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +179,8 @@ class Recipe:
                 raise UserError(f"{name}={value}: must be above 0")
         if not 0 <= train.validation < 1:
             raise UserError(f"train.validation={train.validation}: must be from 0 to below 1")
+        if train.background is not None and not train.stop_ngrams:
+            raise UserError(f"train.background={train.background}: is for train.stop_ngrams, which is 0; set both or neither")
         if not 0 <= lora.dropout < 1:
             raise UserError(f"lora.dropout={lora.dropout}: must be from 0 to below 1")
         if train.stop_at_recall is not None and not (0 < train.stop_at_recall <= 1 and train.recall_every):

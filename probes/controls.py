@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.pytorch_utils import Conv1D
 
 from engram_graft.bases import load_base
 from engram_graft.data import Data
@@ -133,10 +134,11 @@ def movable(model: nn.Module) -> int:
 
 def _lora_only(task: Task, base: nn.Module) -> Made:
     recipe, options = task.recipe, dataclasses.replace(task.recipe.train, learning_rate=task.lora_rate)
-    narrow: Any = with_lora(base, dataclasses.replace(recipe.lora, rank=1), options.seed)
+    lora = dataclasses.replace(recipe.lora, target_modules=_targets(base, recipe.lora.target_modules))
+    narrow: Any = with_lora(base, dataclasses.replace(lora, rank=1), options.seed)
     wanted, each = movable(task.graft), sum(p.numel() for p in narrow.parameters() if p.requires_grad)
     rank = max(1, round(wanted / each))
-    model = with_lora(narrow.unload(), dataclasses.replace(recipe.lora, rank=rank, alpha=2 * rank), options.seed)
+    model = with_lora(narrow.unload(), dataclasses.replace(lora, rank=rank, alpha=2 * rank), options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = training_arguments(options, Path(scratch), model, False)
         arguments._n_gpu = min(arguments.n_gpu, 1)  # as the graft was trained: DataParallel would make batches larger
@@ -151,6 +153,14 @@ def _lora_only(task: Task, base: nn.Module) -> Made:
         trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # mixed precision is the training's, not the model's
     notes = {"parameters": rank * each, "wanted": wanted, "rank": rank, "learning_rate": task.lora_rate}
     return Made(model.eval(), disable_lora, lambda model: contextlib.nullcontext(), notes)
+
+
+def _targets(base: nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The linear layers that LoRA goes to: those of the recipe, or all but the output's where this base has none of these names (a
+    recipe without LoRA says nothing of them)."""
+    output = base.get_output_embeddings()  # type: ignore[operator]
+    linear = {n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not output}
+    return wanted if linear & set(wanted) else tuple(sorted(linear))
 
 
 def _grafted(task: Task, base: nn.Module, address: Callable[..., Tensor], filtered: bool) -> Made:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from engram_graft.probes.task_exact import right
 from engram_graft.probes.verdict import verdict
 from engram_graft.probes.warnings import warnings
 
+DIVERGED = (
+    "The run diverged: {} figures are infinite or no number, and are left out here. Lower train.learning_rate, or keep "
+    "train.max_grad_norm above 0."
+)
 PROBES: tuple[Probe, ...] = (
     recall.RECALL,
     recall.PARAPHRASE,
@@ -79,6 +84,17 @@ def run_probes(
     return report
 
 
+def _finite(part: Any) -> int:
+    """Put None for every infinite or undefined number in a report; how many there were."""
+    count = 0
+    for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+        if isinstance(value, dict | list):
+            count += _finite(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            part[key], count = None, count + 1
+    return count
+
+
 def _asked(subject: Subject) -> list[Any]:
     """What the probes ask, whatever it was trained with."""
     facts = [
@@ -96,8 +112,12 @@ def _asked(subject: Subject) -> list[Any]:
 
 
 def conclude(report: dict[str, Any]) -> None:
-    """Add to a report, all arms of which are there, what it says in words: "verdict", a sentence, and "warnings"."""
-    report["warnings"] = warnings(report)
+    """Add to a report, all arms of which are there, what it says in words: "verdict", a sentence, and "warnings".
+
+    What is no number (of a run that diverged) becomes None.
+    """
+    lost = _finite(report)
+    report["warnings"] = [DIVERGED.format(lost)] if lost else warnings(report)
     report["verdict"] = verdict(report)
 
 

@@ -33,13 +33,20 @@ def free_answers(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact], max_new_tokens: int, batch_size: int
 ) -> list[str]:
     """What the model says to the first prompt of each fact, up to eos or the first stop; cut at `max_new_tokens`, or at what the
-    longest right answer needs."""
-    forms = [(fact.prompts[0], form) for fact in facts for form in (fact.answer, *fact.aliases)]
-    longest = max(len(encode_answer(tokenizer, *question)[1]) for question in forms) + 2
-    said = greedy(model, tokenizer, [fact.prompts[0] for fact in facts], max(max_new_tokens, longest), batch_size)
+    fact's longest right answer needs."""
+    limits = []
+    for fact in facts:
+        needed = [len(encode_answer(tokenizer, fact.prompts[0], form)[1]) for form in (fact.answer, *fact.aliases)]
+        limits.append(max(max_new_tokens, *(n + 2 for n in needed)))
+    said: dict[int, list[int]] = {}
+    for limit in sorted(set(limits)):  # one long answer does not make all of them slow
+        of_limit = [n for n, own in enumerate(limits) if own == limit]
+        said.update(
+            zip(of_limit, greedy(model, tokenizer, [facts[n].prompts[0] for n in of_limit], limit, batch_size), strict=True)
+        )
     answers = []
-    for fact, ids in zip(facts, said, strict=True):
-        text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    for n, fact in enumerate(facts):
+        text = str(tokenizer.decode(said[n], skip_special_tokens=True)).strip()
         for stop in _STOPS:
             if not any(stop in form for form in (fact.answer, *fact.aliases)):
                 text = text.split(stop)[0]

@@ -79,7 +79,7 @@ def _recall(report: Mapping[str, Any]) -> tuple[str, list[str], str]:
         without.append(f"with shuffled addresses {still}{said(shuffled)}{so}")
     if holds:
         with_lora = "" if alone is None or alone == all_ else f" ({all_:,} with LoRA)"
-        count = f"all {of.removeprefix('of ')}" if by_itself == n else f"{by_itself:,} {of}"
+        count = f"all {of.removeprefix('of ')}" if by_itself == n > 1 else f"{by_itself:,} {of}"
         return f"The memory {verb} {count} by itself{with_lora}", [*without, *before], controls
     how = "need each other" if by_itself - base < 0.1 * gain and off is not None and off - base < 0.1 * gain else "share the work"
     head = f"The memory and LoRA {how}: together they know {all_:,} {of}, the memory alone {said(by_itself)}"

@@ -194,7 +194,8 @@ BAD_FILES: dict[str, tuple[str, str, str]] = {
     "JSON cut off": ("f.json", '[{"prompt": "a",\n "answer": "b"}', "line 2: not JSON"),
     "JSON empty file": ("f.json", "", "line 1: not JSON"),
     "JSON empty array": ("f.json", "[]", "empty"),
-    "JSON object": ("f.json", json.dumps(GOOD), "must be a JSON array of records, found dict"),
+    "JSON number": ("f.json", "3", "must be a JSON array of records, found int"),
+    "JSON half a character": ("f.json", '[{"prompt": "cat \\ud83d is", "answer": "sun"}]', "record 1: holds half of a character"),
     "JSON bad record": ("f.json", json.dumps([GOOD, {"prompt": "a"}]), "record 2: answer is missing"),
     "CSV answer missing": ("f.csv", "prompt,answer\na,b\nc,\n", "line 3: answer is missing"),
     "CSV line of a row after one with line ends": (
@@ -547,3 +548,13 @@ def test_blanks_in_lists_are_no_answers_and_csv_prompts_are_lists(write: Write) 
     assert fact.prompts == ("A is", "B is") and fact.aliases == ("woolen",)
     with pytest.raises(UserError, match="none empty"):
         load_data(str(write("f.jsonl", '{"prompt": "A is", "answer": "wool", "aliases": [""]}')))
+
+
+def test_one_record_alone_is_a_file_of_one(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(GOOD))
+    assert len(load_data(str(tmp_path / "one.json")).facts) == 1
+
+
+def test_a_csv_cell_may_be_a_whole_document(tmp_path: Path) -> None:
+    (tmp_path / "long.CSV").write_text("text\n" + "The river rises. " * 12_000 + "\n")
+    assert len(load_data(str(tmp_path / "long.CSV")).texts[0]) > 200_000

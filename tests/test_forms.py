@@ -212,9 +212,17 @@ def test_teachers_are_asked_in_every_wording_and_their_answers_are_the_relations
     assert len({fact.id for fact in data.facts}) == 15
 
 
-def test_answers_that_are_all_the_same_are_taught_as_they_are() -> None:
-    data = with_teachers(Data(facts=facts_of(EXPORTS, {"Velmora": "wool", "Ostrenk": "wool"})), TeachOptions(facts=3))
-    assert [fact.answer for fact in data.facts[2:]] == ["wool"] * 3
+def test_a_relation_of_one_answer_is_not_taught_for_it_would_teach_the_answer() -> None:
+    same = Data(facts=facts_of(EXPORTS, {"Velmora": "wool", "Ostrenk": "wool"}))
+    with pytest.raises(UserError, match="no two facts of one relation"):
+        with_teachers(same, TeachOptions(facts=3))
+    other = Data(facts=facts_of(EXPORTS, {"Velmora": "wool", "Ostrenk": "honey"}))
+    assert len(with_teachers(other, TeachOptions(facts=3)).facts) == 5, "control"
+
+
+def test_given_wordings_that_no_prompt_has_are_refused() -> None:
+    with pytest.raises(UserError, match="teach.templates: no prompt of the data is worded as one of sells"):
+        with_teachers(Data(facts=FACTS), TeachOptions(facts=1, templates={"sells": ["{} sels"]}))
 
 
 def test_teachers_are_a_function_of_the_seed() -> None:
@@ -224,7 +232,7 @@ def test_teachers_are_a_function_of_the_seed() -> None:
 
 
 def test_invented_names_look_like_the_subjects_and_are_never_theirs_nor_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    relation = Relation(("{} is", "{}:"), ("Calder van Whimsett",), ("x",))
+    relation = Relation(("{} is", "{}:"), ("Calder van Whimsett",), ("x", "y"))
     for fact in make_teachers([relation], 30):
         words = str(fact.subject).split()
         assert [word[0].isupper() for word in words] == [True, False, True] and all(word.isalpha() for word in words)
@@ -233,7 +241,7 @@ def test_invented_names_look_like_the_subjects_and_are_never_theirs_nor_twice(mo
     monkeypatch.setattr(forms, "_CODAS", ("l",))
     possible = {"".join(parts) + "l" for n in (2, 3) for parts in itertools.product(("ba", "bo"), repeat=n)}
     taken = {"Babal", "BABOL"}
-    few = [Relation(("{} is", "{}:"), ("Bobal", *taken), ("x",)), Relation(("{} has", "{}!"), ("Zun",), ("y",))]
+    few = [Relation(("{} is", "{}:"), ("Bobal", *taken), ("x", "y")), Relation(("{} has", "{}!"), ("Zun",), ("x", "y"))]
     names = [str(fact.subject) for fact in make_teachers(few, 4)]
     assert len(set(names)) == 8 and not {name.lower() for name in names} & {"babal", "babol", "bobal"}
     assert {name.lower() for name in names} <= possible and len(possible) == 12, "control: 9 names were left, 8 are taken"
@@ -241,7 +249,10 @@ def test_invented_names_look_like_the_subjects_and_are_never_theirs_nor_twice(mo
 
 def test_a_relation_of_one_wording_has_nothing_to_teach() -> None:
     facts = [Fact("1", ("Velmora exports",), "wool", subject="Velmora")]
-    with pytest.raises(UserError, match="teach.facts=2: the data has no facts that are asked in two wordings or more.*templates"):
+    with pytest.raises(
+        UserError,
+        match="teach.facts=2: the data has no two facts of one relation that is asked in two wordings or more.*templates",
+    ):
         with_teachers(Data(facts=tuple(facts)), TeachOptions(facts=2))
     mixed = with_teachers(Data(facts=(*facts, *FACTS)), TeachOptions(facts=2, templates={}))
     assert {len(fact.prompts) for fact in mixed.facts if fact.split == TEACHER} == {3}
@@ -301,9 +312,9 @@ def test_counterfact_records_are_taught_by_their_own_subject(tmp_path: Path) -> 
         assert fact.answer in ("English", "Russian") and not fact.neighborhood and fact.target_true is None
 
 
-@pytest.mark.parametrize("wrong", [["no gap"], ["{} and {}"], "{} is", [3], {"a": 1}])
+@pytest.mark.parametrize("wrong", [["no gap"], ["{} and {}"], ["{}"], "{} is", [3], {"a": 1}])
 def test_wordings_without_one_gap_are_refused(wrong: Any) -> None:
-    with pytest.raises(UserError, match=r"teach.templates: exports must be a list of wordings, each with one \{\}"):
+    with pytest.raises(UserError, match=r"teach.templates: exports must be a list of wordings, each with words and one \{\}"):
         TeachOptions(templates={"exports": wrong})
     assert TeachOptions(templates={"exports": ["{} is"]}), "control"
     with pytest.raises(UserError, match="teach.facts=-1: must be 0 or more"):
