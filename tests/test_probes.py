@@ -550,3 +550,15 @@ def test_a_longer_number_is_not_the_answer_and_punctuation_after_it_is(
     from engram_graft.probes.recall import _says
 
     assert _says(tokenizer, tokenizer(said)["input_ids"], tokenizer(answer)["input_ids"]) is right
+
+
+def test_case_35_every_report_asks_with_the_memory_off_its_rows_shuffled_its_gates_open_and_lora_off(
+    grafted: Make, ids: Tensor, tokenizer: Any, short_text: None
+) -> None:
+    """That a one-row table would do as well was claimed where nobody had asked: see also tests/test_controls.py."""
+    model = with_lora(seen_model(grafted, ids))
+    mark(model, tokenizer(SHORT, return_tensors="pt")["input_ids"])
+    report = run_probes(Subject(model, tokenizer, Data(facts=FACTS), ProbeOptions(max_new_tokens=2)))
+    assert list(report["arms"]) == ["base", "graft", "memory_off", "shuffled", "gate_open", "lora_off"]
+    ces = {arm: scores["recall"]["answer_ce"] for arm, scores in report["arms"].items()}
+    assert len(set(ces.values())) == len(ces), "control: each arm is another model"
