@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from engram_graft.data import load_data
+from engram_graft.encode import spread
 from engram_graft.errors import UserError
 from engram_graft.grafted import disable_graft, find_graft
 from engram_graft.locate import unwrap
@@ -41,7 +42,7 @@ def background_texts(
             raise UserError(f"train.background={path}: must be plain text, which this is not")
         whole = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in documents]
         pieces = [ids[start : start + LENGTH] for ids in whole for start in range(0, len(ids), LENGTH)]
-        return pieces[:: max(1, -(-len(pieces) // SAMPLES))]
+        return [pieces[n] for n in spread(len(pieces), SAMPLES)]
     base: Any = unwrap(model)
     eos = tokenizer.eos_token_id
     start = next((id for id in (tokenizer.bos_token_id, eos) if id is not None), 0)

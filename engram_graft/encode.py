@@ -24,6 +24,12 @@ Text = str | Sequence[int]  # as it is written, or as the token ids it is to be
 Question = tuple[Text, Text]  # a prompt and its answer, both of one kind
 
 
+def spread(n: int, most: int) -> list[int]:
+    """Numbers below `n`, evenly spread: all of them, or `most`."""
+    most = min(n, most)
+    return [i * n // most for i in range(most)]
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
     """Token ids of a prompt that an answer will follow: no space at its end, and no eos (which some tokenizers put there)."""
     if not isinstance(prompt, str):

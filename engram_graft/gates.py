@@ -171,7 +171,7 @@ def mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def spread(lengths: Sequence[int], tokens: int) -> list[int]:
+def spread_tokens(lengths: Sequence[int], tokens: int) -> list[int]:
     """Which of some texts to read, evenly spread, so that they have about `tokens` tokens at most."""
     return list(range(0, len(lengths), max(1, -(-sum(lengths) // tokens))))
 

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from engram_graft.encode import Question, spread
 from engram_graft.gates import gate_summary
 from engram_graft.grafted import find_graft
 from engram_graft.ngrams import count_ngrams
@@ -27,9 +28,9 @@ GATE_EXAMPLES = 16  # that gates are watched on, or a batch's if that is fewer: 
 class RecallProbe(TrainerCallback):
     """Teacher-forced recall on the trained questions every `recall_every` steps and at the end; ends the run at `stop_at_recall`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]], options: TrainOptions):
-        every = max(1, len(questions) // options.recall_prompts)
-        self.tokenizer, self.questions, self.options = tokenizer, questions[::every][: options.recall_prompts], options
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], options: TrainOptions):
+        self.questions = [questions[n] for n in spread(len(questions), options.recall_prompts)]
+        self.tokenizer, self.options = tokenizer, options
         self.seconds = 0.0  # spent measuring, not training
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -50,8 +51,7 @@ class GateProbe(TrainerCallback):
     """
 
     def __init__(self, model: nn.Module, examples: Dataset, options: TrainOptions):
-        graft, count = find_graft(model), min(GATE_EXAMPLES, options.batch_size)
-        chosen = range(0, len(examples), max(1, len(examples) // count))[:count]
+        graft, chosen = find_graft(model), spread(len(examples), min(GATE_EXAMPLES, options.batch_size))
         self.examples, self.every = [examples[n] for n in chosen], options.recall_every
         learned = [~np.array(marks) for marks in examples[SILENT][:]] if SILENT in examples.column_names else None
         self.hot = count_ngrams(examples["input_ids"][:], graft.plan, graft.config.whole_ngrams, learned).of(chosen)

@@ -48,7 +48,7 @@ class Record:
         value = self.get(name) or []
         values = [value] if one and isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
-            raise self.wrong(f"{name} must be {'a text or ' if one else ''}a list of texts, none empty")
+            raise self.wrong(f"{name} must be {'a text or ' if one else ''}a list of texts, none empty; found {value!r:.60}")
         return tuple(values)
 
     def prompts(self, name: str = "prompt") -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Record:
             elif len(set(map(len, columns))) == 1:
                 value = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
         if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-            raise self.wrong(f"{name} must be a list of objects")
+            raise self.wrong(f"{name} must be a list of objects; found {value!r:.60}")
         return [Record(f"{self.where}, {name} {number}", entry) for number, entry in enumerate(value, 1)]
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from engram_graft.checkpoint import save_graft
 from engram_graft.data import Data
-from engram_graft.encode import Collator
+from engram_graft.encode import Collator, Question, chat_questions
 from engram_graft.errors import UserError
 from engram_graft.examples import find_silence, training_data, training_examples
 from engram_graft.grafted import find_graft, memories, trainable_parameters
@@ -70,7 +70,10 @@ def train(
     identity = verify_identity(model, tokenizer) if fresh else None
     trainable_parameters(model)
 
-    questions = [(prompt, fact.answer) for fact in data.facts if fact.split == "train" for prompt in fact.prompts]
+    of_facts = [(prompt, fact.answer) for fact in data.facts if fact.split == "train" for prompt in fact.prompts]
+    questions: list[Question] = [*of_facts, *chat_questions(data.chats, tokenizer)]
+    if options.stop_at_recall is not None and not questions:
+        raise UserError(f"train.stop_at_recall={options.stop_at_recall}: of plain text no recall is measured; set it to null")
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(recipe.output or scratch)
         arguments = training_arguments(options, output, model, bool(recipe.output))

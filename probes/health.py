@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from engram_graft.examples import training_examples
-from engram_graft.gates import Reading, mean, read_gates, read_initial, spread
+from engram_graft.gates import Reading, mean, read_gates, read_initial, spread_tokens
 from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
 from engram_graft.layer import Engram
@@ -45,7 +45,7 @@ def health(subject: Subject) -> dict[str, Any]:
     model, graft = subject.model, find_graft(subject.model)
     texts = examples["input_ids"][:]
     ngrams = count_ngrams(texts, graft.plan, graft.config.whole_ngrams, _learned(memories(model)[0], graft.plan, texts))
-    chosen = spread([len(text) for text in texts], TOKENS)
+    chosen = spread_tokens([len(text) for text in texts], TOKENS)
     sample, hot = [examples[n] for n in chosen], ngrams.of(chosen)
     with subject.arms["graft"](model):
         loss, readings = read_gates(model, sample)

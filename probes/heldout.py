@@ -9,15 +9,10 @@ import torch
 from datasets import Dataset
 from torch.nn import functional as F
 
+from engram_graft.encode import spread
 from engram_graft.probes.probe import Probe, Scores, Subject
 
 TOKENS = 4096  # of either part that are scored
-
-
-def spread(n: int, most: int) -> list[int]:
-    """Numbers below `n`, evenly spread: all of them, or `most`."""
-    most = min(n, most)
-    return [i * n // most for i in range(most)]
 
 
 def text_loss(subject: Subject, blocks: Dataset | None) -> dict[str, Scores]:

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from engram_graft.probes.heldout import spread
+from engram_graft.encode import spread
 from engram_graft.probes.locality import known_ngrams
 from engram_graft.probes.probe import Probe, Scores, Subject
 from engram_graft.scoring import greedy

@@ -18,7 +18,7 @@ import engram_graft as eg
 from engram_graft import gates as gates_module
 from engram_graft.data import Data, Fact
 from engram_graft.encode import IGNORED, encode_facts, encode_texts
-from engram_graft.gates import read_gates, read_initial, recorded, spread
+from engram_graft.gates import read_gates, read_initial, recorded, spread_tokens
 from engram_graft.grafted import find_graft, memories
 from engram_graft.layer import Engram
 from engram_graft.modes import no_learning
@@ -182,9 +182,9 @@ def test_the_loss_is_the_models_own_at_labels_and_nowhere_else(trained: nn.Modul
 
 
 def test_a_spread_sample_has_the_tokens_asked_for() -> None:
-    assert spread([10] * 100, 4096) == list(range(100))
-    assert spread([256] * 1000, 4096) == list(range(0, 1000, 63))
-    assert spread([10_000], 4096) == [0]
+    assert spread_tokens([10] * 100, 4096) == list(range(100))
+    assert spread_tokens([256] * 1000, 4096) == list(range(0, 1000, 63))
+    assert spread_tokens([10_000], 4096) == [0]
 
 
 # -- figures
