@@ -1,19 +1,21 @@
 """What `train` and `probe` print of a report: the table of arms, answers side by side, the verdict; and grafts side by side."""
 
+import textwrap
 from typing import Any
 
 from engram_graft.cli.common import say
 
+INDENT = " " * 10
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("recall", "recall.greedy_exact", ".1%"),
     ("paraphrase", "paraphrase.greedy_exact", ".1%"),
     ("free", "task_exact.exact_match", ".1%"),
-    ("answer CE", "recall.answer_ce", ".3f"),
+    ("CE", "recall.answer_ce", ".3f"),
     ("text CE", "text.ce", ".3f"),
     ("held-out CE", "heldout.ce", ".3f"),
     ("verbatim", "verbatim.visited.span", ".1%"),
     ("edits", "efficacy.score", ".1%"),
-    ("neighbours", "neighborhood.same_answer", ".1%"),
+    ("near", "neighborhood.same_answer", ".1%"),
     ("KL", "locality.kl", ".5f"),
     ("unchanged", "locality.unchanged_positions", ".1%"),
 )
@@ -21,11 +23,11 @@ _MEANINGS = {
     "recall": "greedy, on trained prompts",
     "paraphrase": "held-out forms",
     "free": "the whole free answer is right",
-    "answer CE": "nats a token",
+    "CE": "nats a token of the answers",
     "text CE": "nats a token of the trained text",
     "verbatim": "trained spans of 16 tokens continued exactly",
     "edits": "CounterFact's score",
-    "neighbours": "related prompts answered as the base does",
+    "near": "related prompts answered as the base does",
     "KL": "to the base on neutral text, nats a token",
     "unchanged": "positions there that are bit-identical",
 }
@@ -33,6 +35,7 @@ _MEANINGS = {
 
 def show(report: dict[str, Any], examples: int) -> None:
     """The table of arms, a few answers side by side, and what the report says in words."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -40,15 +43,16 @@ def show(report: dict[str, Any], examples: int) -> None:
 
     arms = report["arms"]
     columns = [column for column in _COLUMNS if any(at(scores, column[1]) is not None for scores in arms.values())]
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # seven scores and an arm's name have 80 columns
     for title in ("arm", *(title for title, _, _ in columns)):
-        table.add_column(title, justify="left" if title == "arm" else "right")
+        table.add_column(title, justify="left" if title == "arm" else "right", no_wrap=True)
     for arm, scores in arms.items():
         values = [(at(scores, path), form) for _, path, form in columns]
         table.add_row(arm, *("" if value is None else format(value, form) for value, form in values))
     console = Console()
     console.print(table)
-    say("          " + "; ".join(f"{title}: {_MEANINGS[title]}" for title, _, _ in columns if title in _MEANINGS))
+    meanings = "; ".join(f"{title}: {_MEANINGS[title]}" for title, _, _ in columns if title in _MEANINGS)
+    say(textwrap.fill(meanings, 110, initial_indent=INDENT, subsequent_indent=INDENT))
     base = arms["base"]
     counts = {"trained prompts": "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
     if asked := ", ".join(f"{base[part]['n']} {what}" for what, part in counts.items() if part in base):
@@ -61,11 +65,11 @@ def show(report: dict[str, Any], examples: int) -> None:
     rows = sorted(report.get("examples", []), key=lambda row: not row["right"])
     for row in rows[:: max(1, len(rows) // max(1, examples))][:examples]:
         print(f"\n{row['prompt']}\n  base:  {row['base']!r}\n  graft: {row['graft']!r}")
-    print(f"\n{report['verdict']}", flush=True)
+    print("\n" + textwrap.fill(report["verdict"], 110), flush=True)
     if taught := report["data"].get("teachers"):
         say(f"          {taught} invented facts taught the wordings of paraphrase; these facts were not trained in them")
     for sentence in report["warnings"]:
-        say(f"warning   {sentence}")
+        say(textwrap.fill(f"warning   {sentence}", 110, subsequent_indent=INDENT))
 
 
 def show_comparison(compared: dict[str, Any]) -> None:
