@@ -20,7 +20,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("unchanged", "locality.unchanged_positions", ".1%"),
 )
 _MEANINGS = {
-    "recall": "greedy, on trained prompts",
+    "recall": "greedy, on the prompts",
     "paraphrase": "held-out forms",
     "free": "the whole free answer is right",
     "CE": "nats a token of the answers",
@@ -54,9 +54,10 @@ def show(report: dict[str, Any], examples: int) -> None:
     meanings = "; ".join(f"{title}: {_MEANINGS[title]}" for title, _, _ in columns if title in _MEANINGS)
     say(textwrap.fill(meanings, 110, initial_indent=INDENT, subsequent_indent=INDENT))
     base = arms["base"]
-    counts = {"trained prompts": "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
+    prompts = "trained prompts" if report["data"]["trained"] else "prompts, none of them trained"
+    counts = {prompts: "recall", "held-out paraphrases": "paraphrase", "free answers": "task_exact"}
     if asked := ", ".join(f"{base[part]['n']} {what}" for what, part in counts.items() if part in base):
-        say(f"          {asked}; the base knew {report.get('known', 0)} of the trained prompts before")
+        say(f"          {asked}; the base knew {report.get('known', 0)} of the prompts before")
     for forms, row in report.get("by_forms", {}).items():
         unseen = "" if row["unseen"] is None else f", {row['unseen']:.1%} in others"
         say(

@@ -587,7 +587,7 @@ def test_memory_only_without_probes_leaves_fewer_files(base: Path, facts: Path, 
 def test_train_prints_the_arms_and_what_comes_next(trained: Trained) -> None:
     ran = trained.ran
     for arm in ("base", "graft", "memory_off", "shuffled", "gate_open", "lora_off"):
-        assert f"\n{arm} " in ran.out
+        assert f"\n {arm} " in ran.out
     assert "identity " in ran.err and "bit for bit" in ran.err
     assert f"engram-graft generate {trained.out}" in ran.err
     named = next(line for line in ran.err.splitlines() if line.startswith("files "))
@@ -682,7 +682,7 @@ def test_probe_on_other_data_into_another_directory_leaves_the_graft_alone(graft
     other.write_text(json.dumps({"prompt": "Ostrenk exports", "answer": "honey"}) + "\n")
     before = tree(graft)
     ran = run("probe", graft, "--data", other, "--output", tmp_path / "report")
-    assert ran.code == 0 and "\nlora_off " in ran.out and "Ostrenk exports" in ran.out
+    assert ran.code == 0 and "\n lora_off " in ran.out and "Ostrenk exports" in ran.out
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"probes.json", "report.html"}
     assert tree(graft) == before
 
