@@ -107,5 +107,7 @@ def displacement(layers: Mapping[str, Sequence[Mapping[str, Any]]]) -> Chart:
         axis.set(xlabel="look-ups in one pass of the training data", title="change of a row's channels (rms)")
         axis.grid(visible=False, axis="x")
 
-    alt = "; ".join(f"layer {n}: " + ", ".join(f"{g['touches']} times {g['rms']:.3g}" for g in f if g["n"]) for n, f in layers.items())
+    alt = "; ".join(
+        f"layer {n}: " + ", ".join(f"{g['touches']} times {g['rms']:.3g}" for g in f if g["n"]) for n, f in layers.items()
+    )
     return chart("displacement", f"Rows moved by: {alt}.", "How far rows moved, by how often they were looked up", 2.3, paint)

@@ -14,7 +14,7 @@ PARTS = ("base", "graft", "memory_off", "shuffled", "lora_off")
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Who holds what was trained: the memory, LoRA, both or neither; and how far neutral text moved.
+    """Who holds what was trained: the memory, LoRA, both or neither; how far neutral text and related prompts moved.
 
     Args:
         report: as in probes.json. Facts and chats are judged by greedy recall of the trained prompts, else text by its loss, held-out
@@ -29,6 +29,11 @@ def verdict(report: Mapping[str, Any]) -> str:
         head, clauses, controls = "No probe of this report asked what was learnt", [], ""
     if moved := _moved(report):
         clauses.append(f"and {moved}" if clauses else moved)
+    if near := at(report["arms"], "graft.neighborhood"):
+        kept = round(near["same_answer"] * near["n"])
+        clauses.append(
+            f"while {'all' if kept == near['n'] else kept or 'none'} of {near['n']:,} related prompts keep the base's answer"
+        )
     return head + (f"; {', '.join(clauses)}" if clauses else "") + controls + "."
 
 

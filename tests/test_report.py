@@ -410,3 +410,10 @@ def test_compare_says_whether_the_grafts_were_asked_the_same() -> None:
     del b["data"]
     unknown = compare({"a": a, "b": b})
     assert unknown["same_data"] is None and "not recorded what was probed for b" in unknown["note"]
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.45, "45 of"), (1.0, "all of"), (0.0, "none of")])
+def test_verdict_says_how_many_related_prompts_keep_the_bases_answer(share: float, words: str) -> None:
+    report = {"arms": {"base": {}, "graft": {"neighborhood": {"kl": 0.1, "same_answer": share, "n": 100}}}}
+    assert f"while {words} 100 related prompts keep the base's answer." in verdict(report)
+    assert "related" not in verdict({"arms": {"base": {}, "graft": {}}}), "control"
