@@ -124,7 +124,7 @@ def _controls(
     names = [name for name in values if name not in (*PARTS, "gate_open")]
     names.sort(key=lambda name: values[name], reverse=best is max)
     told = [
-        f"{arm_label(name)} {said(values[name])}{' (about as good as the graft)' if match(values[name]) else ''}"
+        f"{arm_label(name)} {said(values[name])}{' (as good as the graft or better)' if match(values[name]) else ''}"
         for name in names
     ]
     return f"; controls: {', '.join(told)}" if told else ""

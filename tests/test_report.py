@@ -151,7 +151,7 @@ def test_verdict_counts_what_the_base_did_not_know() -> None:
 
 def test_verdict_names_controls_and_which_do_as_well() -> None:
     found = verdict(facts(base=0, graft=90, memory_off=0, lora_only=55, one_row=0, knn_lm=92))
-    assert found.endswith("; controls: kNN-LM 92 (about as good as the graft), LoRA only 55, one row none.")
+    assert found.endswith("; controls: kNN-LM 92 (as good as the graft or better), LoRA only 55, one row none.")
     assert "controls" not in verdict(facts(base=0, graft=90, memory_off=0, gate_open=80))
 
 
@@ -191,8 +191,8 @@ def test_verdict_says_that_neutral_text_kept_every_bit() -> None:
         ),
         (
             text(base=3.0, graft=3.2, memory_off=3.0, lora_only=2.8),
-            "On held-out text the graft does harm: the loss is 3.200 nats a token and the base's 3.000; controls: LoRA only 2.800 (about "
-            "as good as the graft).",
+            "On held-out text the graft does harm: the loss is 3.200 nats a token and the base's 3.000; controls: LoRA only 2.800 (as "
+            "good as the graft or better).",
         ),
         (
             text(base=3.0, graft=2.995, memory_off=3.0),
