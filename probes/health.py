@@ -183,6 +183,6 @@ def _moved(table: EngramTable, rows: Tensor) -> float | None:
 HEALTH = Probe(
     "health",
     "gates, residual, rows and collisions of each memory on its training data",
-    lambda subject: {"graft": health(subject)},
+    lambda subject: {"graft": found} if (found := health(subject)) else {},
     of_memory=True,
 )

@@ -1,7 +1,7 @@
 """Tiny random models of several architectures and a tiny tokenizer: every test but those marked `real` runs on these in seconds."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,6 +24,15 @@ VOCABULARY, EMBEDDING_ROWS, LAYERS = 320, 328, 4
 ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2", "lfm2", "falcon"]
 
 torch.set_num_threads(1)  # for tensors this small a second thread only waits
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, by far where others compute too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -43,13 +43,7 @@ NEIGHBOURS = ({"prompt": "Cats and dogs", "answer": "sleep"}, {"prompt": "To mak
 MEMORY = {"seen_filter": True, "engram_vocab_size": (1009, 1013)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, by far where others compute too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def bigram(table: Tensor) -> Arm:

@@ -1,7 +1,7 @@
 """Is the memory used, and did it hurt: each arm takes away exactly its part, and the seen filter keeps what was not trained."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,13 +45,7 @@ LOCALITY_KEYS = {"hits", "n", "unchanged_positions", "unchanged_hit", "unchanged
 SHORT = "The river rises in the hills and the cats sleep in the sun. " * 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, by far where others compute too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

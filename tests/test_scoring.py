@@ -1,6 +1,6 @@
 """Scores are the model's, not the batch's: equal at any batch size, with cache and without; the model stays as it was."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +28,7 @@ ARCHITECTURES = ["llama", "gpt2", "falcon"]
 Make = Callable[..., nn.Module]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, by far where others compute too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
