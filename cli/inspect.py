@@ -57,7 +57,7 @@ def _base(name: str, layers: list[int], settings: list[str]) -> dict[str, Any]:
     from engram_graft.bases import load_config, load_tokenizer
     from engram_graft.compress import compress, extend_lookup
     from engram_graft.config import EngramConfig
-    from engram_graft.hashing import plan_hashes
+    from engram_graft.plan import plan_hashes
     from engram_graft.recipe import parse_setting
 
     config = EngramConfig.from_dict({"layer_ids": layers, **dict(parse_setting(text) for text in settings)})

@@ -17,7 +17,6 @@ class DecodeState:
     """Columns so far: compressed ids and validity `[B, S]` once, normed values `[B, S, G, D]` for each grafted layer."""
 
     def __init__(self) -> None:
-        self.owner: str | None = None  # which graft's past this is
         self.ids: Tensor | None = None
         self.valid: Tensor | None = None
         self.normed: dict[int, Tensor] = {}
@@ -62,14 +61,15 @@ def _forward(layer_class: type, name: str) -> Callable[..., Any]:
 
     def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = of_layer(self, *args, **kwargs)
-        getattr(self.engram, name)(*args, **kwargs)
+        for state in self.engram.values():
+            getattr(state, name)(*args, **kwargs)
         return result
 
     return operation
 
 
 def _carrier(layer_class: type) -> type:
-    """The subclass of a cache layer's class that carries a `DecodeState` along."""
+    """The subclass of a cache layer's class that carries each memory's `DecodeState` along."""
     if layer_class not in _carriers:
         body: dict[str, Any] = {n: _forward(layer_class, n) for n in _OPERATIONS if hasattr(layer_class, n)}
         body["_layer_type"] = None  # or transformers would register the subclass as the default for its layer type
@@ -82,21 +82,24 @@ def _rebuild(layer_class: type) -> Any:
     return object.__new__(_carrier(layer_class))
 
 
-def find_state(cache: Cache) -> DecodeState | None:
-    """The state that `cache` carries, if any."""
-    return cast("DecodeState | None", cache.layers[0].__dict__.get("engram")) if cache.layers else None
+def find_state(cache: Cache, owner: str) -> DecodeState | None:
+    """The state of the memory `owner` that `cache` carries, if any."""
+    states = cache.layers[0].__dict__.get("engram", {}) if cache.layers else {}
+    return cast("DecodeState | None", states.get(owner))
 
 
-def state_of(cache: Cache) -> DecodeState:
-    """The state that `cache` carries; an empty one is attached if there is none."""
-    state = find_state(cache)
+def state_of(cache: Cache, owner: str) -> DecodeState:
+    """The state of the memory `owner` that `cache` carries; an empty one is attached if there is none."""
+    state = find_state(cache, owner)
     if state is None:
         if not cache.layers:  # DynamicCache() makes its layers at their first update
             assert cache.layer_class_to_replicate is not None
             cache.layers.append(cache.layer_class_to_replicate())
         layer: Any = cache.layers[0]
-        layer.__class__ = _carrier(type(layer))
-        state = layer.engram = DecodeState()
+        if "engram" not in layer.__dict__:
+            layer.__class__ = _carrier(type(layer))
+            layer.engram = {}
+        state = layer.engram[owner] = DecodeState()
     return state
 
 

@@ -38,10 +38,11 @@ from engram_graft.grafted import find_graft, memories, require_bare
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import embedding_weight, locate
+from engram_graft.mapped import Mapped
 from engram_graft.output import all_or_nothing
 from engram_graft.params import adapter_names, is_memory
 from engram_graft.sharding import is_sharded, reshard, sharded_as, whole
-from engram_graft.storage import Mapped, Resident
+from engram_graft.storage import Resident
 
 
 def save_graft(model: nn.Module, directory: str | Path) -> None:

@@ -12,6 +12,7 @@ from engram_graft.errors import UserError
 GATES = ("signed_sqrt", "sigmoid")
 ZERO_INITS = ("value", "table")
 DTYPES = ("float32", "bfloat16", "float16")
+LAYER_SEED_STRIDE = 10007  # the demo's: layer l draws from seed + 10007 * l
 
 
 @dataclasses.dataclass(frozen=True)

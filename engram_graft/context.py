@@ -26,7 +26,7 @@ class Context:
         rows: int64 `[B, T, layers, orders*heads]`.
         window: the call's positions, with the cached ones before them.
         ids: compressed ids `[B, past + T]`.
-        owner: the graft's mark.
+        owner: the memory's mark.
         silent: bool `[B, T, orders]`, n-grams that this call leaves out; None: none.
     """
 
@@ -37,13 +37,13 @@ class Context:
 
     def record(self, cache: Cache) -> DecodeState:
         """The cache's state, holding this call's ids: the first grafted layer to run writes them."""
-        state = state_of(cache)
+        state = state_of(cache, self.owner)
         if not self.recorded:
             if state.length != self.window.past:
                 raise RuntimeError(
                     f"the decoder's call saw {self.window.past} cached tokens, its layers' cache has {state.length}"
                 )
-            state.ids, state.valid, state.owner, self.recorded = self.ids, self.window.valid, self.owner, True
+            state.ids, state.valid, self.recorded = self.ids, self.window.valid, True
         return state
 
 
@@ -54,7 +54,7 @@ def build_context(
 
     Args:
         given: the call's arguments by name.
-        owner: the graft's mark; a cache with another graft's past is refused.
+        owner: the memory's mark; a cache whose past is not its own is refused.
         caching: whether the decoder makes a cache when the call does not say.
         explicit_ids: ids of a call that has only embeddings.
     """
@@ -76,13 +76,12 @@ def build_context(
     cache = find_cache(given)
     past, state = 0, None
     if cache is not None:
-        held, state = seen_tokens(cache), find_state(cache)
+        held, state = seen_tokens(cache), find_state(cache, owner)
         past = state.length if state is not None else 0
-        if (held != past and not (held is None and past)) or (past and state is not None and state.owner != owner):
+        if held != past and not (held is None and past):
             raise UserError(
-                f"the cache holds {'some' if held is None else held} tokens and the memory has followed "
-                f"{past if state is None or state.owner == owner else 0} of them (it was off, or the cache was filled by another model): "
-                "start from an empty cache"
+                f"the cache holds {'some' if held is None else held} tokens and the memory has followed {past} of them "
+                "(it was off, or the cache was filled by another model): start from an empty cache"
             )
     length = input_ids.shape[1]
     compressed = ngram_hash.lookup[input_ids.to(ngram_hash.lookup.device)]

@@ -16,6 +16,7 @@ from engram_graft.layer import Engram
 from engram_graft.locate import locate, unwrap
 from engram_graft.modes import no_learning
 from engram_graft.scoring import keeps_logits
+from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 TOKENS = 512  # of a call, or one text
@@ -117,7 +118,7 @@ def read_initial(model: nn.Module, examples: Examples) -> tuple[np.ndarray, dict
     hidden: dict[int, Tensor] = {}
     losses: list[tuple[_Batch, Tensor]] = []
     gates: dict[int, list[tuple[_Batch, Tensor]]] = {memory.layer_id: [] for memory in memories(model)}
-    fresh = {m.layer_id: Engram(m.config, m.index, 1, m.key_norm.shape[1], m.key_norm.device) for m in memories(model)}
+    fresh = {m.layer_id: fresh_layer(m.config, m.index, 1, m.key_norm.shape[1], m.key_norm.device) for m in memories(model)}
     with contextlib.ExitStack() as stack:
         for layer_id in gates:
             stack.callback(layers[layer_id].register_forward_pre_hook(_keep(hidden, layer_id), with_kwargs=True).remove)

@@ -2,11 +2,9 @@
 
 import contextlib
 import threading
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -14,55 +12,60 @@ from torch import Tensor, nn
 from engram_graft.compress import TokenMap
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
-from engram_graft.hashing import HashPlan, NgramHash
+from engram_graft.hashing import HashPlan
 from engram_graft.layer import Engram
 from engram_graft.locate import locate
 from engram_graft.params import adapter_names, is_memory
+from engram_graft.recall import DEFAULT, Recall, child, recalls
 from engram_graft.sharding import is_sharded
-from engram_graft.table import EngramTable
 
 _switch = threading.Lock()
 
 
-class Graft(NgramHash):
-    """A grafted model's addresses, and what the graft has to remember of the model: the decoder's child `engram_hash`."""
+class Graft(Recall):
+    """A memory of a model, and what has to be remembered of the model to take it off again."""
 
-    def __init__(self, config: EngramConfig, plan: HashPlan, token_map: TokenMap, keywords: bool):
-        super().__init__(plan)
-        self.config, self.token_map, self.keywords = config, token_map, keywords
-        self.switched_off = 0  # how many disable_graft blocks are open
-        self.owner = uuid.uuid4().hex  # what a cache says whose past it carries; a copy of the model shares it
-        self.explicit_ids: Tensor | None = None  # see the context manager of this name
-        self.silent: Tensor | None = None  # see `without_ngrams`
-        self.decoder_parameters: tuple[str, ...] = ()
+    def __init__(self, config: EngramConfig, plan: HashPlan, token_map: TokenMap, keywords: bool, name: str = DEFAULT):
+        super().__init__(config, plan, keywords, name)
+        self.token_map = token_map
         self.was_trainable: list[str] = []  # parameters of the base that were trainable before
-        self.mapped_tables: list[EngramTable] = []  # those in files: rows are read ahead of their layers
-        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.handles: list[Any] = []  # of the hooks; the first memory of a model holds them for all
 
 
-def require_bare(model: nn.Module) -> None:
-    """Raise `UserError` if the model carries a graft, or is sharded, so that its layers cannot be tried one by one."""
+def require_bare(model: nn.Module, name: str = DEFAULT) -> None:
+    """Raise `UserError` if the model carries a memory of this name, or is sharded, so that its layers cannot be tried one by one."""
     if is_sharded(model):
         raise UserError("FSDP shards the model: graft it first, then shard it")
-    if hasattr(locate(model).decoder, "engram_hash"):
-        raise UserError("the model is grafted already: ungraft(model) first, or load the base anew")
+    if any(found.name == name for found in grafts(model)):
+        raise UserError(
+            "the model is grafted already: ungraft(model) first, or load the base anew"
+            if name == DEFAULT
+            else f"the model has a memory {name!r} already: give this one another name, or ungraft(model, {name!r}) first"
+        )
 
 
 @contextlib.contextmanager
 def disable_graft(model: nn.Module, lora: bool = False) -> Iterator[nn.Module]:
-    """Run `model` without its memory inside the `with`; with `lora=True` without PEFT adapters too, which is the base itself.
+    """Run `model` without its memories inside the `with`; with `lora=True` without PEFT adapters too, which is the base itself.
 
     The switch is the model's, not the thread's, like PEFT's own `disable_adapter`. A cache filled inside cannot be continued outside.
     """
-    ngram_hash = find_graft(model)
+    with switched_off(require_grafts(model)), disable_lora(model) if lora else contextlib.nullcontext():
+        yield model
+
+
+@contextlib.contextmanager
+def switched_off(memories: Sequence[Graft]) -> Iterator[None]:
+    """Run calls inside the `with` without these memories."""
     with _switch:
-        ngram_hash.switched_off += 1
+        for memory in memories:
+            memory.switched_off += 1
     try:
-        with disable_lora(model) if lora else contextlib.nullcontext():
-            yield model
+        yield
     finally:
         with _switch:
-            ngram_hash.switched_off -= 1
+            for memory in memories:
+                memory.switched_off -= 1
 
 
 @contextlib.contextmanager
@@ -109,18 +112,37 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
                 parameter.requires_grad_(trainable[name])
 
 
-def find_graft(model: nn.Module) -> Graft:
-    """The graft that `model` carries. Raises `UserError` if it carries none."""
-    found = getattr(locate(model).decoder, "engram_hash", None)
-    if not isinstance(found, Graft):
+def grafts(model: nn.Module) -> list[Graft]:
+    """The memories that `model` carries, in the order they were attached."""
+    return [found for found in recalls(locate(model).decoder) if isinstance(found, Graft)]
+
+
+def require_grafts(model: nn.Module) -> list[Graft]:
+    """The memories that `model` carries. Raises `UserError` if it carries none."""
+    found = grafts(model)
+    if not found:
         raise UserError("the model has no memory: graft(model, tokenizer) or load_graft(directory) first")
     return found
 
 
-def memories(model: nn.Module) -> list[Engram]:
-    """The memories of a grafted model, in the order of its config's `layer_ids`."""
+def find_graft(model: nn.Module, name: str | None = None) -> Graft:
+    """The memory of this name; without one, the only memory of `model`. Raises `UserError` if there is none, or several."""
+    found = require_grafts(model)
+    names = [memory.name for memory in found]
+    if name is None and len(found) > 1:
+        raise UserError(
+            f"the model carries the memories {', '.join(names)}: this works with one; ungraft(model, name) the others"
+        )
+    if name is not None and name not in names:
+        raise UserError(f"the model has no memory {name!r}; it carries {', '.join(names)}")
+    return found[0] if name is None else found[names.index(name)]
+
+
+def memories(model: nn.Module, name: str | None = None) -> list[Engram]:
+    """The layers' parts of a memory, in the order of its config's `layer_ids`."""
     layers: Any = locate(model).layers
-    return [layers[layer_id].engram for layer_id in find_graft(model).config.layer_ids]
+    memory = find_graft(model, name)
+    return [getattr(layers[layer_id], child(memory.name)) for layer_id in memory.config.layer_ids]
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

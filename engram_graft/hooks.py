@@ -1,35 +1,27 @@
 """Graft and ungraft: attach a memory to the layers of a frozen Hugging Face model, and take it off.
 
 The memory of layer i is the child `engram` of that layer and the addresses are the child `engram_hash` of the decoder, so moving,
-copying and saving the model take them along. Hooks are plain functions that find both through the module they are called with:
-after a deepcopy the copy uses its own. They sit on the decoder and its layers, where every wrapper and `generate` pass.
+copying and saving the model take them along. Memories with names of their own can be side by side. `recall` runs them.
 """
 
-import inspect
-import threading
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
 from engram_graft.compress import TokenMap, compress, extend_lookup
 from engram_graft.config import EngramConfig
-from engram_graft.context import IDS_KEYWORD, Context, build_context, find_cache
 from engram_graft.errors import UserError
-from engram_graft.grafted import Graft, find_graft, require_bare
-from engram_graft.hashing import HashPlan, plan_hashes
-from engram_graft.layer import Engram
+from engram_graft.grafted import Graft, find_graft, grafts, require_bare, require_grafts, switched_off
+from engram_graft.hashing import HashPlan
 from engram_graft.locate import Located, dry_run, embedding_weight, locate
-from engram_graft.params import adapter_names, base_name
-from engram_graft.storage import Mapped, Resident
-
-_KEYWORD = "engram_context"  # how the decoder's hook hands a call's context to the layers' hooks
-_OFF = object()  # in place of a context: the memory is switched off for this call
-_PAGED = ("generate_batch", "init_continuous_batching")  # methods of the base that a graft stands in front of
-_calls = threading.local()  # contexts of running calls, for decoders that hand no keywords on
+from engram_graft.mapped import Mapped
+from engram_graft.params import adapter_names, base_name, is_memory
+from engram_graft.plan import plan_hashes
+from engram_graft.recall import DEFAULT, child, install, put, uninstall
+from engram_graft.storage import Resident
+from engram_graft.table import fresh_layer
 
 
 def graft(
@@ -74,9 +66,11 @@ def graft(
     return model
 
 
-def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap, storage: Resident) -> Graft:
+def attach(
+    located: Located, config: EngramConfig, plan: HashPlan, token_map: TokenMap, storage: Resident, name: str = DEFAULT
+) -> Graft:
     """Attach a memory whose integers are known, its tables in `storage`: what `graft` and `load_graft` share."""
-    require_bare(located.base)
+    require_bare(located.base, name)
     for options in getattr(located.base, "peft_config", {}).values():
         if getattr(options, "bias", "none") != "none":
             raise UserError(f"LoRA with bias={options.bias!r} trains biases of the base, which a graft freezes: use bias='none'")
@@ -84,120 +78,50 @@ def attach(located: Located, config: EngramConfig, plan: HashPlan, token_map: To
     for layer_id in config.layer_ids:
         if layer_id >= count:
             raise UserError(f"layer {layer_id} does not exist: this model has layers 0 to {count - 1} (counted from 0)")
-    stream = dry_run(located)
+    others = grafts(located.base)
+    with switched_off(others):
+        stream = dry_run(located)
     if stream.streams != config.hc_mult:
         raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")
-    ngram_hash = Graft(config, plan, token_map, stream.keywords)
-    ngram_hash.decoder_parameters = tuple(inspect.signature(type(located.decoder).forward).parameters)[1:]
-    memories = []
+    keywords = others[0].keywords if others else stream.keywords
+    memory = Graft(config, plan, token_map, keywords, name)
+    layers = []
     for index, layer_id in enumerate(config.layer_ids):
         layer = located.layers[layer_id]
         # of a layer that accelerate keeps on disk, only the hook knows where it runs
         device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None) or next(layer.parameters()).device
-        memory = Engram(config, index, plan.table_rows[index], stream.width, torch.device(device), storage)
-        memories.append(memory.train(layer.training))
+        made = fresh_layer(config, index, plan.table_rows[index], stream.width, torch.device(device), storage)
+        layers.append(made.train(layer.training))
     # all of it is made by now: what follows cannot fail half way
     adapters = adapter_names(located.base)
-    for name, parameter in located.base.named_parameters():
-        if parameter.requires_grad and name not in adapters:
+    for parameter_name, parameter in located.base.named_parameters():
+        if parameter.requires_grad and parameter_name not in adapters and not is_memory(parameter_name):
             parameter.requires_grad_(False)
-            ngram_hash.was_trainable.append(base_name(name))
-    for memory in memories:
-        located.layers[memory.layer_id].engram = memory
-    located.decoder.engram_hash = ngram_hash.to(embedding_weight(located.base).device)
-    hooks: Any = [located.decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)]
-    if not stream.keywords:
-        hooks.append(located.decoder.register_forward_hook(_decoder_post_hook, always_call=True))
-    hooks += [layer.register_forward_pre_hook(_layer_pre_hook, with_kwargs=True) for layer in located.layers]
-    ngram_hash.handles = hooks
-    ngram_hash.mapped_tables = [memory.table for memory in memories] if storage.on_disk else []
-    for name in _PAGED:
-        setattr(located.base, name, _refuse_paged)
-    return ngram_hash
+            memory.was_trainable.append(base_name(parameter_name))
+    put(located.decoder, located.layers, memory.to(embedding_weight(located.base).device), layers)
+    memory.mapped_tables = [layer.table for layer in layers] if storage.on_disk else []
+    if not others:
+        memory.handles = install(located.base, located.decoder, located.layers, keywords)
+    return memory
 
 
-def ungraft(model: nn.Module) -> nn.Module:
-    """Take the memory off, in place; the base is as it was, `requires_grad` included. Raises `UserError` if there is none."""
+def ungraft(model: nn.Module, name: str | None = None) -> nn.Module:
+    """Take a memory off, in place: the one of this name, by default all. Without any the base is as it was, `requires_grad` included.
+
+    Raises:
+        UserError: there is none (of this name).
+    """
     located = locate(model)
-    ngram_hash = find_graft(model)
-    for handle in ngram_hash.handles:
-        handle.remove()
-    for layer_id in ngram_hash.config.layer_ids:
-        del located.layers[layer_id].engram
-    del located.decoder.engram_hash
-    for name in _PAGED:
-        delattr(located.base, name)
-    for name, parameter in located.base.named_parameters():
-        if base_name(name) in ngram_hash.was_trainable:
-            parameter.requires_grad_(True)
+    for memory in require_grafts(model) if name is None else [find_graft(model, name)]:
+        for layer_id in memory.config.layer_ids:
+            delattr(located.layers[layer_id], child(memory.name))
+        delattr(located.decoder, child(memory.name, "engram_hash"))
+        if left := grafts(model):  # they take over what the first one holds for all
+            left[0].handles += memory.handles
+            left[0].was_trainable += memory.was_trainable
+            continue
+        uninstall(located.base, memory.handles)
+        for parameter_name, parameter in located.base.named_parameters():
+            if base_name(parameter_name) in memory.was_trainable:
+                parameter.requires_grad_(True)
     return model
-
-
-def _refuse_paged(*args: Any, **kwargs: Any) -> None:
-    """Continuous batching packs requests into a paged cache that says nothing of their past tokens: refused before it starts."""
-    raise UserError("continuous batching cannot carry a memory: use model.generate, or ungraft(model) first")
-
-
-def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    ngram_hash = decoder.engram_hash
-    assert isinstance(ngram_hash, Graft)
-    context: object = _OFF
-    kwargs = dict(kwargs)
-    if not ngram_hash.switched_off:
-        caching = bool(getattr(decoder.config, "use_cache", False))
-        given = dict(zip(ngram_hash.decoder_parameters, args, strict=False)) | kwargs
-        context = build_context(ngram_hash, given, ngram_hash.owner, caching, ngram_hash.explicit_ids)
-        context.silent = ngram_hash.silent
-        kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
-        for index, table in enumerate(ngram_hash.mapped_tables):
-            if not table.training:  # the trainer reads a batch's rows earlier
-                table.prefetch(context.rows[:, :, index])
-    if ngram_hash.keywords:
-        kwargs[_KEYWORD] = context
-    else:
-        _calls.__dict__.setdefault("running", []).append(context)
-    return args, kwargs
-
-
-def _decoder_post_hook(decoder: nn.Module, args: Any, output: Any) -> None:
-    if _calls.__dict__.get("running"):
-        _calls.running.pop()
-
-
-def _layer_pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    kwargs = dict(kwargs)
-    context = kwargs.pop(_KEYWORD, None)  # on every layer: the layer itself must not see it
-    memory = getattr(layer, "engram", None)
-    if memory is None:
-        return args, kwargs
-    if context is None and _calls.__dict__.get("running"):
-        context = _calls.running[-1]
-    if context is _OFF:
-        return args, kwargs
-    if not isinstance(context, Context):
-        raise RuntimeError(
-            f"layer {memory.layer_id} carries a memory but ran outside its decoder, without token ids: call the model, "
-            "or wrap the call in disable_graft(model)"
-        )
-    hidden = args[0] if args else kwargs["hidden_states"]
-    hidden = hidden + _recall(memory, hidden, context, _layer_cache(args, kwargs))
-    return (hidden, *args[1:]) if args else args, kwargs if args else {**kwargs, "hidden_states": hidden}
-
-
-def _layer_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
-    """The cache as a layer gets it: a decoder may have made it after its own hook ran."""
-    cache = next((value for value in args[1:] if isinstance(value, Cache)), None)
-    return find_cache(kwargs) if cache is None else cache  # an empty cache is falsy
-
-
-def _recall(memory: Engram, hidden: Tensor, context: Context, cache: Cache | None) -> Tensor:
-    """The memory's addend for `hidden`, with the cache's state read and written."""
-    rows = context.rows[:, :, memory.index].to(hidden.device)
-    silent = None if context.silent is None else context.silent.to(hidden.device)
-    if cache is None:
-        return memory(hidden, rows, context.window, silent=silent)[0]
-    state = context.record(cache)
-    addend, normed = memory(hidden, rows, context.window, state.normed.get(memory.index), silent)
-    if normed is not None:
-        state.normed[memory.index] = normed
-    return addend

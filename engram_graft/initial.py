@@ -5,8 +5,15 @@ import math
 import torch
 from torch import Tensor
 
+from engram_graft.config import LAYER_SEED_STRIDE, EngramConfig
+
 _WORD = 2**64
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's (Steele, Lea, Flood 2014)
+
+
+def row_seed(config: EngramConfig, layer_id: int) -> int | None:
+    """The seed of a layer's rows; None: they start at zero."""
+    return config.seed * LAYER_SEED_STRIDE + layer_id if config.zero_init == "value" else None
 
 
 def initial_rows(rows: Tensor, dim: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -7,16 +7,17 @@ Plain torch: nothing here knows of transformers.
 
 import contextlib
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engram_graft.config import EngramConfig
-from engram_graft.hashing import LAYER_SEED_STRIDE
-from engram_graft.storage import Resident
-from engram_graft.table import EngramTable
+from engram_graft.config import LAYER_SEED_STRIDE, EngramConfig
 from engram_graft.window import Window
+
+if TYPE_CHECKING:
+    from engram_graft.table import EngramTable
 
 GATE_EPS = torch.finfo(torch.float32).eps  # of the key and query norms, in every dtype, as in the demo
 CONV_EPS = 1e-5
@@ -76,44 +77,32 @@ class Engram(nn.Module):
     Args:
         config: geometry; `layer_ids[index]` is the layer this memory belongs to.
         index: position of this layer in `config.layer_ids`.
-        table_rows: rows of this layer's table, from `HashPlan.table_rows`.
+        table: what is looked up in, an `EngramTable` or, in an exported model, a `LearnedRows`.
         width: D, channels of one residual stream.
-        device: where the parameters are made.
-        storage: where the table lives; in memory by default.
+        device: where the parameters are made; on "meta" they get no initial values.
     """
 
     def __init__(
         self,
         config: EngramConfig,
         index: int,
-        table_rows: int,
+        table: "EngramTable",
         width: int,
         device: torch.device,
-        storage: Resident | None = None,
     ):
         super().__init__()
         dtype: torch.dtype = getattr(torch, config.dtype)
         embed = config.orders * config.n_embed_per_ngram
         streams = config.hc_mult
         self.config, self.index, self.layer_id = config, index, config.layer_ids[index]
-        seed = config.seed * LAYER_SEED_STRIDE + self.layer_id if config.zero_init == "value" else None
-        self.table = EngramTable(
-            table_rows,
-            config.head_dim,
-            config.n_head_per_ngram,
-            config.seen_filter,
-            dtype,
-            device,
-            seed,
-            storage,
-            f"layer{self.layer_id}",
-        )
+        self.table = table
         self.key_proj = Projection(embed, streams * width, config.bias, dtype, device)
         self.value_proj = Projection(embed, width, config.bias, dtype, device)
         self.key_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
         self.query_norm = nn.Parameter(torch.ones(streams, width, dtype=dtype, device=device))
         self.short_conv = ShortConv(config, width, dtype, device) if config.conv else None
-        self.reset_parameters()
+        if device.type != "meta":
+            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

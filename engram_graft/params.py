@@ -1,12 +1,14 @@
 """Whose parameter is it: the memory's, an adapter's, or the base's. Freezing, saving, counting and fingerprints all ask here."""
 
+import re
+
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 
 def is_memory(name: str) -> bool:
     """Whether a parameter or buffer of this name belongs to the memory."""
-    return ".engram." in f".{name}" or ".engram_hash." in f".{name}"
+    return re.search(r"(^|\.)engram(_hash)?(_pack_[^.]+)?\.", name) is not None
 
 
 def adapter_names(model: nn.Module, active: bool = False) -> set[str]:

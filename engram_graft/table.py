@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
-from engram_graft.initial import initial_rows
+from engram_graft.initial import initial_rows, row_seed
+from engram_graft.layer import Engram
 from engram_graft.read_ahead import in_background
 from engram_graft.storage import Resident
 
@@ -240,6 +242,25 @@ class EngramTable(nn.Module):
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+def fresh_layer(
+    config: EngramConfig, index: int, rows: int, width: int, device: torch.device, storage: Resident | None = None
+) -> Engram:
+    """A fresh memory of layer `config.layer_ids[index]`, with a table of `rows` rows in `storage` (in memory by default)."""
+    layer_id = config.layer_ids[index]
+    table = EngramTable(
+        rows,
+        config.head_dim,
+        config.n_head_per_ngram,
+        config.seen_filter,
+        getattr(torch, config.dtype),
+        device,
+        row_seed(config, layer_id),
+        storage,
+        f"layer{layer_id}",
+    )
+    return Engram(config, index, table, width, device)
 
 
 def _pairs(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,6 +14,7 @@ import engram_graft as eg
 from engram_graft.cache import find_state
 from engram_graft.context import Context
 from engram_graft.errors import UserError
+from engram_graft.grafted import find_graft
 from engram_graft.verify import verify_decoding
 
 Make = Callable[..., nn.Module]
@@ -44,7 +45,7 @@ def test_case_4_control_a_forgotten_tail_is_noticed(grafted: Make, ids: Tensor) 
     model = grafted()
     cache = DynamicCache()
     first = in_chunks(model, ids[:, :12], 12, cache)
-    state = find_state(cache)
+    state = find_state(cache, find_graft(model).owner)
     assert state is not None
     state.normed = {layer: torch.zeros_like(values) for layer, values in state.normed.items()}
     second = in_chunks(model, ids[:, 12:], 12, cache)

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from engram_graft.compress import TokenMap, extend_lookup
 from engram_graft.config import EngramConfig
-from engram_graft.hashing import HashPlan, NgramHash, plan_hashes
+from engram_graft.hashing import HashPlan, NgramHash
 from engram_graft.layer import CONV_EPS, Engram
+from engram_graft.plan import plan_hashes
+from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 DATA = Path(__file__).parent / "data"
@@ -114,7 +116,7 @@ class Golden:
 
     def module(self, **changes: Any) -> Engram:
         config = EngramConfig(**{**self.config.to_dict(), **changes})
-        engram = Engram(config, self.index, self.plan.table_rows[self.index], self.width, torch.device("cpu"))
+        engram = fresh_layer(config, self.index, self.plan.table_rows[self.index], self.width, torch.device("cpu"))
         parameters = dict(engram.named_parameters())
         values = self.fused("param")
         assert parameters.keys() == values.keys() and all(values[n].shape == p.shape for n, p in parameters.items())

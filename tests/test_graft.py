@@ -279,13 +279,14 @@ def test_a_graft_that_fails_half_way_leaves_the_model_as_it_was(
 ) -> None:
     import engram_graft.hooks as hooks
 
-    class Full(hooks.Engram):
-        def __init__(self, config: Any, index: int, *rest: Any):
-            if index:
-                raise MemoryError
-            super().__init__(config, index, *rest)
+    real = hooks.fresh_layer
 
-    monkeypatch.setattr(hooks, "Engram", Full)
+    def full(config: Any, index: int, *rest: Any) -> Any:
+        if index:
+            raise MemoryError
+        return real(config, index, *rest)
+
+    monkeypatch.setattr(hooks, "fresh_layer", full)
     names, trainable = list(model.state_dict()), [p.requires_grad for p in model.parameters()]
     with pytest.raises(MemoryError):
         eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))

@@ -8,7 +8,8 @@ import torch
 
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
-from engram_graft.hashing import HashPlan, NgramHash, plan_hashes
+from engram_graft.hashing import HashPlan, NgramHash
+from engram_graft.plan import plan_hashes
 from engram_graft.window import Window
 
 WRAPPING = [

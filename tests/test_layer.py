@@ -11,6 +11,7 @@ from torch import Tensor
 from engram_graft.config import EngramConfig
 from engram_graft.layer import Engram
 from engram_graft.optim import EngramAdamW
+from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 WIDTH, ROWS, LENGTH = 12, 80, 9
@@ -30,7 +31,7 @@ BRANCHES = [
 def make(random: bool = True, seen: bool = True, **changes: Any) -> Engram:
     """A memory in eval mode; `random`: every parameter is, every row's too, and unless `seen` is False they count as looked up."""
     config = EngramConfig(**{**PLAIN, **changes})
-    engram = Engram(config, 0, ROWS, WIDTH, torch.device("cpu")).eval()
+    engram = fresh_layer(config, 0, ROWS, WIDTH, torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
     if random:
         engram.table.touch(torch.arange(ROWS))
@@ -277,7 +278,7 @@ def test_a_call_without_a_known_ngram_skips_the_projections_and_adds_the_same_ex
     from engram_graft.window import Window
 
     config = EngramConfig(layer_ids=(0,), engram_vocab_size=(11, 11), n_embed_per_ngram=4, n_head_per_ngram=2)
-    memory = layer.Engram(config, 0, 60, 8, torch.device("cpu")).eval()
+    memory = fresh_layer(config, 0, 60, 8, torch.device("cpu")).eval()
     torch.nn.init.normal_(memory.value_proj.weight)
     torch.nn.init.normal_(memory.short_conv.weight)
     hidden, rows, past = torch.randn(1, 3, 8), torch.randint(60, (1, 3, 4)), torch.randn(1, 9, 1, 8)
@@ -291,10 +292,9 @@ def test_a_call_without_a_known_ngram_skips_the_projections_and_adds_the_same_ex
 
 def test_a_call_with_one_known_ngram_is_not_taken_for_silent() -> None:
     from engram_graft.config import EngramConfig
-    from engram_graft.layer import Engram
     from engram_graft.window import Window
 
-    memory = Engram(
+    memory = fresh_layer(
         EngramConfig(layer_ids=(0,), engram_vocab_size=(11, 11), n_embed_per_ngram=4, n_head_per_ngram=2),
         0,
         60,

@@ -16,8 +16,9 @@ import engram_graft as eg
 from engram_graft.errors import UserError
 from engram_graft.files import memory_tensors
 from engram_graft.grafted import memories
+from engram_graft.mapped import Mapped
 from engram_graft.read_ahead import _reader, in_background
-from engram_graft.storage import Mapped, Resident
+from engram_graft.storage import Resident
 
 CONFIG = {**TINY_ENGRAM, "seen_filter": True}
 CPU = torch.device("cpu")

@@ -19,10 +19,9 @@ from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.files import TENSOR_FILE, memory_tensors
 from engram_graft.grafted import find_graft, memories
-from engram_graft.layer import Engram
 from engram_graft.optim import EngramAdamW
 from engram_graft.storage import Resident
-from engram_graft.table import EngramTable
+from engram_graft.table import EngramTable, fresh_layer
 from engram_graft.window import Window
 
 DIM, ROWS = 4, 101  # no multiple of 8
@@ -161,7 +160,7 @@ def test_initial_values_of_channels_and_of_neighbouring_rows_have_nothing_to_do_
 def test_two_layers_and_two_seeds_start_with_other_rows_and_zero_init_table_with_zeros() -> None:
     def start(index: int, **changes: Any) -> Tensor:
         options = {"layer_ids": (1, 2), "engram_vocab_size": (17, 19), "n_embed_per_ngram": 8, "n_head_per_ngram": 2, **changes}
-        engram = Engram(EngramConfig(**options), index, ROWS, 12, torch.device("cpu"))
+        engram = fresh_layer(EngramConfig(**options), index, ROWS, 12, torch.device("cpu"))
         return engram.table.read(torch.arange(ROWS)).detach()
 
     first, *others = start(0), start(1), start(0, seed=1), start(1, seed=1)
