@@ -1,39 +1,128 @@
-"""`engram-graft export`: one Hugging Face directory with LoRA merged and the memory beside the base."""
+"""`engram-graft export`: one Hugging Face directory with LoRA merged and the memory beside the base, or the memory alone."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Json, RecordedDtype, emit, examples, open_graft, quiet
+from engram_graft.cli.common import Device, Json, TableDir, TableTier, emit, examples, open_graft, quiet, say
+from engram_graft.errors import UserError
+
+if TYPE_CHECKING:
+    from engram_graft.encode import Question
 
 HELP_END = examples(
     "engram-graft export runs/demo --output runs/demo-merged",
-    "engram-graft export runs/demo --output m --dtype bfloat16 --json",
+    "engram-graft export runs/demo --output m --dtype bfloat16 --table-dtype float8 --json",
+    "engram-graft export runs/demo --output pack --adapter-only",
 )
 
 
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory.")],
     output: Annotated[str, typer.Option(help="Directory to make; must not exist or be empty.")],
-    dtype: RecordedDtype = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the base's weights; by default as they are.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    tables: Annotated[str, typer.Option(help="sparse: the learned rows; dense: every row.")] = "sparse",
+    table_dtype: Annotated[str | None, typer.Option(help="Of the tables: float32, bfloat16, float16 or float8.")] = None,
+    adapter_only: Annotated[bool, typer.Option(help="The memory and LoRA without the base, as a graft directory.")] = False,
+    table_tier: TableTier = None,
+    table_dir: TableDir = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Export merged safetensors, reload them and compare; a failed check leaves no directory behind."""
-    from engram_graft.export import export_merged
+    """Export safetensors, reopen them and compare, with the facts the graft was trained on if they are there; a failed check leaves
+    no directory behind."""
     from engram_graft.output import require_free
 
     quiet()
     require_free(output)
-    model, tokenizer = open_graft(directory, device, dtype)
-    report = export_merged(model, tokenizer, output, max_shard_size)
+    if adapter_only:
+        for option, value in (("--dtype", dtype), ("--tables dense", tables != "sparse")):
+            if value:
+                raise UserError(f"{option} with --adapter-only: no base is written and tables are sparse; leave it out")
+        report = _memory_alone(directory, output, table_dtype, device, table_tier, table_dir)
+    else:
+        report = _merged(directory, output, dtype, max_shard_size, tables, table_dtype, device, table_tier, table_dir)
     if json:
         emit(report)
         return
-    print(f"written   {output}: {report['bytes'] / 1e6:.0f} MB")
-    print(f"reloaded  every tensor bit for bit; max logit difference to the unmerged model {report['max_difference']:.2g}")
-    print(f"flips     {report['flips']} of {report['positions']} positions have another most likely token")
+    tables_mb = f"{report['table_bytes'] / 1e6:.1f} MB of them tables"
+    print(f"written   {output}: {report['bytes'] / 1e6:.1f} MB, {tables_mb}; every tensor read back bit for bit")
+    if "max_difference" in report:
+        print_difference(report)
+    print(f"open      {_call(output, adapter_only)}")
+
+
+def print_difference(report: dict[str, Any]) -> None:
+    """How far what was written is from the graft."""
     print(
-        f'load      engram_graft.load_graft("{output}"); AutoModelForCausalLM opens it as the base with LoRA merged, without memory'
+        f"compared  with the graft: logits differ by up to {report['max_difference']:.2g}, {report['flips']} of {report['positions']} "
+        f"most likely tokens differ, KL {report['kl']:.2g}"
     )
+    if "questions" in report:
+        print(
+            f"asked     {report['questions']} facts: {report['same_answers']} answers of the same tokens, recall "
+            f"{report['recall_before']:.1%} before, {report['recall_after']:.1%} after"
+        )
+
+
+def _call(output: str, adapter_only: bool) -> str:
+    if adapter_only:
+        return f'engram_graft.load_graft("{output}")'
+    return (
+        f'AutoModelForCausalLM.from_pretrained("{output}", trust_remote_code=True); without that flag the base with LoRA merged'
+    )
+
+
+def _merged(directory: str, output: str, dtype: Any, size: str, tables: str, table_dtype: Any, *where: Any) -> dict[str, Any]:
+    from engram_graft.export import export_merged
+
+    device, table_tier, table_dir = where
+    model, tokenizer = open_graft(directory, device, None, table_tier, table_dir)
+    return export_merged(
+        model,
+        tokenizer,
+        output,
+        size,
+        dtype=dtype,
+        tables=tables,
+        table_dtype=table_dtype,
+        questions=_questions(directory),
+        results=directory,
+    )
+
+
+def _memory_alone(directory: str, output: str, table_dtype: str | None, *where: Any) -> dict[str, Any]:
+    """The memory apart; where its tables are coded, what that changes."""
+    from engram_graft.agreement import difference, measure
+    from engram_graft.checkpoint import fill
+    from engram_graft.files import read_graft
+    from engram_graft.output import new_directory
+    from engram_graft.repack import repack
+
+    if table_dtype is None:
+        return repack(directory, output)
+    device, table_tier, table_dir = where
+    model, tokenizer = open_graft(directory, device, None, table_tier, table_dir)
+    questions = _questions(directory)
+    before = measure(model, tokenizer, questions)
+    with new_directory(output):
+        report: dict[str, Any] = dict(repack(directory, output, table_dtype))
+        fill(model, read_graft(Path(output))[2])
+        return report | difference(before, measure(model, tokenizer, questions))
+
+
+def _questions(directory: str) -> "list[Question]":
+    """A prompt of each fact that the graft was trained on, and its answer; none where its recipe names no data, or they are gone."""
+    from engram_graft.cli.probe import recorded_recipe
+    from engram_graft.examples import fact_questions, training_data
+
+    recipe = recorded_recipe(directory)
+    if recipe.data is None:
+        return []
+    try:
+        return fact_questions(training_data(recipe))
+    except UserError as error:
+        say(f"facts     not asked: {error}")
+        return []

@@ -25,7 +25,7 @@ def command(
 ) -> None:
     """Geometry, vocabulary before and after compression, parameters and bytes; for a trained graft row coverage and collisions."""
     quiet()
-    from engram_graft.files import CONFIG_FILE
+    from engram_graft.integrity import CONFIG_FILE
 
     report = (
         _graft(Path(source)) if (Path(source) / CONFIG_FILE).is_file() else _base(source, parse_layers(layers), setting or [])

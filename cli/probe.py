@@ -65,7 +65,7 @@ def command(
     if len(given) != 1:
         raise UserError(f"{len(given)} directories: name one graft directory to probe, or several with --compare")
     directory = given[0]
-    from engram_graft.files import CONFIG_FILE
+    from engram_graft.integrity import CONFIG_FILE
 
     target = Path(output or directory)
     if target.resolve() != Path(directory).resolve() and (target / CONFIG_FILE).exists():
@@ -208,7 +208,7 @@ def _write(report: dict[str, Any], graft: Path, output: Path) -> None:
     import json
 
     from engram_graft.card import model_card
-    from engram_graft.files import CONFIG_FILE
+    from engram_graft.integrity import CONFIG_FILE, read_description
     from engram_graft.output import all_or_nothing
     from engram_graft.probes import conclude
     from engram_graft.probes.report import write_report
@@ -218,5 +218,4 @@ def _write(report: dict[str, Any], graft: Path, output: Path) -> None:
         (files / "probes.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         write_report(report, graft / "metrics.jsonl", files / "report.html")
     if (output / CONFIG_FILE).is_file():
-        described = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
-        (output / "README.md").write_text(model_card(output, described), encoding="utf-8")
+        (output / "README.md").write_text(model_card(output, read_description(output)), encoding="utf-8")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def resumed_recipe(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
     """The recipe that the run in the output directory began with; what is given beside it has to agree."""
-    from engram_graft.files import CONFIG_FILE
+    from engram_graft.integrity import CONFIG_FILE
     from engram_graft.recipe import load_recipe
 
     asked = load_recipe(recipe, overrides)
@@ -44,7 +44,7 @@ def resumed_recipe(recipe: str | None, overrides: dict[str, Any]) -> "Recipe":
 @contextlib.contextmanager
 def run_directory(output: str, resume: bool, probe: bool) -> Iterator[Path]:
     """The run's directory: made, or as an earlier process left it. A run that stops with a checkpoint is told how to go on."""
-    from engram_graft.files import CONFIG_FILE
+    from engram_graft.integrity import CONFIG_FILE
     from engram_graft.lock import DirectoryLock
     from engram_graft.output import new_directory
 

@@ -179,12 +179,16 @@ def run(
             Subject(model, tokenizer, data, recipe.probe, recipe.train), output, output, checks, recipe.data
         )
     if recipe.merged:
+        from engram_graft.agreement import same_without_cache
+        from engram_graft.examples import fact_questions
         from engram_graft.export import export_merged
 
-        say(f"export    writing {recipe.merged}, reloading it, comparing it with the graft")
-        result["export"] = export_merged(model, tokenizer, recipe.merged)
-        if data.facts:
-            result["export"]["same_answers"] = _same_answers(model, recipe.merged, data, recipe)
+        say(f"export    writing {recipe.merged}, reopening it, comparing it with the graft")
+        questions = fact_questions(data)
+        result["export"] = export_merged(model, tokenizer, recipe.merged, questions=questions, results=recipe.output)
+        if questions:
+            prompts = [prompt for prompt, _ in questions]
+            result["export"]["uncached"] = same_without_cache(model, tokenizer, prompts)
     if probe and not quietly:
         show(result["probes"], recipe.probe.examples)
     _say_where(result, recipe)
@@ -219,40 +223,19 @@ def _sizes(model: Any) -> tuple[int, int]:
     return memory, sum(p.numel() for p in trainable.values()) - memory
 
 
-def _same_answers(model: Any, merged: str, data: Any, recipe: "Recipe") -> dict[str, Any]:
-    """Greedy answers of the graft, decoded with and without the cache, and of the export reloaded from disk, token by token."""
-    from engram_graft.checkpoint import load_graft
-    from engram_graft.data import TEACHER
-    from engram_graft.locate import unwrap
-    from engram_graft.scoring import greedy
-
-    reloaded, tokenizer = load_graft(merged)
-    reloaded.to(unwrap(model).device)
-    prompts = [fact.prompts[0] for fact in data.facts if fact.split != TEACHER]
-    tokens, size = 6, recipe.probe.batch_size  # without a cache each token costs the whole text again
-    cached = greedy(model, tokenizer, prompts, tokens, size)
-    exported = greedy(reloaded, tokenizer, prompts, tokens, size)
-    plain = greedy(model, tokenizer, prompts, tokens, size, use_cache=False)
-    return {
-        "n": len(prompts),
-        "uncached": sum(a == b for a, b in zip(cached, plain, strict=True)),
-        "exported": sum(a == b for a, b in zip(cached, exported, strict=True)),
-    }
-
-
 def _say_where(result: dict[str, Any], recipe: "Recipe") -> None:
     ways = {way: entry["max_difference"] for way, entry in result["decoding"].items() if way != "ok"}
     say("checks    " + ", ".join(f"{way} == full forward (max {difference:.1e})" for way, difference in ways.items()))
     if "export" in result:
         export = result["export"]
         say(
-            f"export    {recipe.merged}: {export['bytes'] / 1e6:.0f} MB, reloaded: max logit difference {export['max_difference']:.1e}, "
+            f"export    {recipe.merged}: {export['bytes'] / 1e6:.0f} MB, reopened: max logit difference {export['max_difference']:.1e}, "
             f"{export['flips']} of {export['positions']} most likely tokens differ"
         )
-        if same := export.get("same_answers"):
+        if "questions" in export:
             say(
-                f"          same greedy answers as the graft's: {same['uncached']} of {same['n']} without cache, "
-                f"{same['exported']} of {same['n']} by the export"
+                f"          same greedy answers as the graft's: {export['uncached']} of {export['questions']} without cache, "
+                f"{export['same_answers']} of {export['questions']} by the export, opened by the code it carries"
             )
     names = sorted(path.name for path in Path(str(recipe.output)).iterdir() if not path.name.startswith("."))
     say(f"files     {recipe.output}: {', '.join(names)}")

@@ -129,19 +129,17 @@ def _trained(directory: str, dtype: str | None, table_dir: str | None, device: s
 
 def _greedy(model: Any, tokenizer: Any, directory: str) -> dict[str, int] | str:
     """Answers to the first prompt of each trained fact, decoded with and without the cache; or why there are none to decode."""
+    from engram_graft.agreement import same_without_cache
     from engram_graft.cli.probe import trained_by
-    from engram_graft.data import TEACHER
-    from engram_graft.examples import training_data
-    from engram_graft.scoring import greedy
+    from engram_graft.examples import fact_questions, training_data
 
     try:
-        prompts = [fact.prompts[0] for fact in training_data(trained_by(directory)).facts if fact.split != TEACHER]
+        prompts = [prompt for prompt, _ in fact_questions(training_data(trained_by(directory)))]
     except UserError as error:  # a graft that was copied here without its data
         return str(error)
     if not prompts:
         return "it was trained on text, not on facts"
-    cached, plain = (greedy(model, tokenizer, prompts, 12, use_cache=use) for use in (True, False))
-    return {"same": sum(a == b for a, b in zip(cached, plain, strict=True)), "n": len(prompts)}
+    return {"same": same_without_cache(model, tokenizer, prompts, 12), "n": len(prompts)}
 
 
 def _reload(model: Any, directory: str) -> dict[str, Any]:

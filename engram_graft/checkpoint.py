@@ -4,7 +4,6 @@ The files describe themselves: the integers of the addresses are stored and read
 tokenizer and the base refuse the wrong ones.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,25 +13,22 @@ import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_graft.bases import check_base, fingerprint, load_base
-from engram_graft.card import model_card
 from engram_graft.compress import TokenMap, compress, extend_lookup
 from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError, first_line
 from engram_graft.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    CONFIG_FILE,
-    TENSOR_FILE,
     describe,
-    file_hash,
     memory_parts,
     memory_tensors,
     read_graft,
+    write_graft,
 )
 from engram_graft.grafted import find_graft, memories, require_bare
 from engram_graft.hashing import HashPlan
@@ -68,17 +64,9 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
     with all_or_nothing(directory) as scratch:
         if peft is not None:
             peft.save_pretrained(str(scratch), save_embedding_layers=False, state_dict=gathered)
-        tensors = memory_tensors(model)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            scratch / TENSOR_FILE,
-            metadata={"format": "pt"},
-        )
-        files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (scratch / name).exists()]
-        described = describe(model, {name: file_hash(scratch / name) for name in files}, of_base=of_base)
-        (scratch / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        (scratch / "README.md").write_text(model_card(Path(directory), described), encoding="utf-8")
-    for name in {ADAPTER_FILE, ADAPTER_CONFIG} - set(files):  # of an older graft here that had LoRA
+        write_graft(scratch, memory_tensors(model), describe(model, of_base), Path(directory))
+        written = {path.name for path in scratch.iterdir()}
+    for name in {ADAPTER_FILE, ADAPTER_CONFIG} - written:  # of an older graft here that had LoRA
         (Path(directory) / name).unlink(missing_ok=True)
 
 
@@ -127,7 +115,8 @@ def load_graft(
             f"{token_map.fingerprint[:12]}, the memory was trained with {described['tokenizer']['ids']} "
             f"({described['tokenizer']['compressed']}) and {described['tokenizer']['fingerprint'][:12]}; its rows would be noise"
         )
-    check_base(model, described["base"]["fingerprint"])
+    if described["base"]["fingerprint"] is not None:  # what an export's own code saved again has none: its files are its base
+        check_base(model, described["base"]["fingerprint"])
     embedding_rows = embedding_weight(model).shape[0]
     if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engram_graft.background import background_texts, expected_rates
 from engram_graft.data import TEACHER, Data, load_data
-from engram_graft.encode import encode_chats, encode_facts, split_texts, subject_spans
+from engram_graft.encode import Question, encode_chats, encode_facts, split_texts, subject_spans
 from engram_graft.errors import UserError
 from engram_graft.forms import with_teachers
 from engram_graft.grafted import find_graft
@@ -28,6 +28,11 @@ def training_data(recipe: Recipe, data: Data | None = None) -> Data:
             raise UserError("no training data: pass --data, a file of facts or text, or set data in the recipe")
         data = load_data(recipe.data)
     return with_teachers(data.with_forms(recipe.train.forms), recipe.teach)
+
+
+def fact_questions(data: Data) -> list[Question]:
+    """The first prompt of each of the data's own facts, and its answer."""
+    return [(fact.prompts[0], fact.answer) for fact in data.facts if fact.split != TEACHER]
 
 
 def find_silence(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Data, options: TrainOptions) -> Silence | None:

@@ -1,149 +1,214 @@
-"""Export: base with LoRA folded in, memory beside it, in one Hugging Face directory; then reload it and compare."""
+"""Export: base with LoRA folded in and the memory beside it, in one Hugging Face directory that opens anywhere; reopened and compared."""
 
-import contextlib
-import copy
+import importlib.util
 import json
 import re
+import sys
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engram_graft.agreement import difference, measure
 from engram_graft.bases import fingerprint
+from engram_graft.bundle import class_name, modelling_code
 from engram_graft.card import model_card
-from engram_graft.checkpoint import load_graft
+from engram_graft.codes import CODES
+from engram_graft.config import DTYPES
+from engram_graft.encode import Question
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.files import CONFIG_FILE, describe, file_hash
-from engram_graft.grafted import find_graft
-from engram_graft.locate import unwrap
-from engram_graft.modes import no_learning
+from engram_graft.files import describe, memory_parts, read_graft
+from engram_graft.grafted import find_graft, memories
+from engram_graft.integrity import read_description, write_description
+from engram_graft.locate import locate, unwrap
+from engram_graft.merge import chosen_adapter, merged_state
 from engram_graft.output import new_directory
-from engram_graft.params import adapter_names, base_name
+from engram_graft.params import adapter_names
+from engram_graft.remote import CODE_FILE, describe_files
+from engram_graft.rows import TABLES
 from engram_graft.sharding import is_sharded
-from engram_graft.verify import TEXTS, unfiltered
+from engram_graft.stored import stored_table
+
+_ROUNDING = 1e-3  # of logits in float32, when LoRA is folded in or kept apart
 
 
 def export_merged(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: str | Path, max_shard_size: str = "5GB"
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    max_shard_size: str = "5GB",
+    *,
+    dtype: str | None = None,
+    tables: str = "sparse",
+    table_dtype: str | None = None,
+    adapter: str | None = None,
+    questions: Sequence[Question] = (),
+    results: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Write a grafted model as one directory that opens anywhere: `load_graft` gives it back whole, `AutoModelForCausalLM` gives
-    the base with LoRA merged. LoRA is merged in float32 and cast once; no weight of `model` is changed.
+    """Write a grafted model as one directory: `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it with its
+    memory, where this toolkit is not installed too; without trust_remote_code it is the base with LoRA merged. LoRA is merged in
+    float32 and cast once; no weight of `model` is changed.
+
+    Args:
+        max_shard_size: of a safetensors file.
+        dtype: of the base's weights; by default what they have.
+        tables: "sparse" keeps the rows that were learned, "dense" writes every row.
+        table_dtype: of the tables' values, "float32", "bfloat16", "float16" or "float8" (e4m3, a scale for 32 channels); by default what
+            they have.
+        adapter: the LoRA adapter to merge, where there are several.
+        questions: (prompt, answer), asked before and after.
+        results: a graft directory whose identity and probe results the model card shows.
 
     Returns:
-        {"max_difference": largest logit difference between the reloaded and the unmerged model, "flips": positions where the most
-        likely token differs, "positions": positions compared, "bytes": size on disk}.
+        What `agreement.difference` gives for the unmerged and the reopened model, "bytes" on disk and "table_bytes" of them.
 
     Raises:
-        UserError: the directory is not empty, the base is quantized or sharded, or LoRA changes tied embeddings.
-        PromiseError: what was reloaded is not what was written; the directory is removed.
+        UserError: the directory is not empty, an option is wrong, the base is quantized, sharded or no class of transformers, or
+            adapters cannot be folded in.
+        PromiseError: what was reopened is not what was written; the directory is removed.
     """
-    find_graft(model)
+    memory, base = find_graft(model), unwrap(model)
     if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]i?B", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size={max_shard_size!r}: must look like 500MB or 5GB")
+    for name, value, allowed in (("dtype", dtype, DTYPES), ("tables", tables, TABLES), ("table_dtype", table_dtype, CODES)):
+        if value is not None and value not in allowed:
+            raise UserError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     if is_sharded(model):
         raise UserError("FSDP shards the model: save_graft on every process, then export what load_graft gives in one process")
-    base = unwrap(model)
-    _plain_weights(base)
-    with new_directory(directory) as target:
-        merged = merged_state(model)
-        with _saveable(base):
-            base.save_pretrained(target, state_dict=dict(merged), max_shard_size=max_shard_size)
+    code = modelling_code(type(base))
+    described = describe(model, of_base={})
+    coding = table_dtype or described["config"]["dtype"]
+    own = str(base.dtype).removeprefix("torch.")
+    described |= {"merged": True, "tables": {"layout": tables, "code": coding}}
+    changed = bool(adapter_names(model)) or dtype not in (None, own)
+    described["base"] = {"name": described["base"]["name"], "dtype": dtype or own, "fingerprint": None, "changed": changed}
+    with chosen_adapter(model, adapter), new_directory(directory) as target:
+        state = merged_state(model, None if dtype is None else getattr(torch, dtype))
+        of_memory, of_tables = _memory_state(model, tables, coding)
+        _save(base, state | of_memory | of_tables, target, max_shard_size)
         tokenizer.save_pretrained(target)
-        described = describe(model, {path.name: file_hash(path) for path in sorted(target.glob("*.safetensors"))}, merged=True)
-        bare: Any = AutoModelForCausalLM.from_pretrained(target, dtype=base.dtype)
-        bare.to(base.device)
-        described["base"]["fingerprint"] = fingerprint(bare)
-        (target / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        (target / "README.md").write_text(model_card(target, described), encoding="utf-8")
-        reloaded, _ = load_graft(target, base=bare, tokenizer=tokenizer)
-        _check_tensors(merged, reloaded)
-        return {**_compare(model, reloaded, tokenizer), "bytes": sum(path.stat().st_size for path in target.iterdir())}
+        (target / CODE_FILE).write_text(code, encoding="utf-8")
+        _name_class(target, base, dtype or own, _told(model, described, of_tables, len(memory.lookup)))
+        describe_files(target, described, type(base).__name__)
+        before = measure(model, tokenizer, questions)
+        reopened = reopen(target)
+        _check_tensors(state | of_memory | of_tables, reopened)
+        report = difference(before, measure(reopened.to(base.device), tokenizer, questions))  # type: ignore[arg-type]
+        exact = dtype in (None, own) and coding == described["config"]["dtype"]
+        _check_logits(report["max_difference"], exact, bool(adapter_names(model)), own)
+        written = read_description(target)
+        written["base"]["fingerprint"] = fingerprint(reopened)
+        write_description(target, written)
+        (target / "README.md").write_text(model_card(Path(results or target), written, report), encoding="utf-8")
+        read_graft(target)
+        sizes = {"bytes": sum(path.stat().st_size for path in target.iterdir())}
+        return {**report, **sizes, "table_bytes": sum(tensor.nbytes for tensor in of_tables.values())}
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the merged model by its plain name, adapters folded into the weights; tied tensors stay one tensor."""
-    base = unwrap(model)
-    adapters = adapter_names(base)
-    if any(".token_adapter." in name for name in base.state_dict()):
-        raise UserError("PEFT's trainable_token_indices cannot be exported merged yet: train without it")
-    state = {
-        base_name(name): tensor
-        for name, tensor in base.state_dict().items()
-        if name not in adapters and ".modules_to_save." not in name
+def reopen(directory: Path) -> PreTrainedModel:
+    """The model of an exported directory, in eval mode, by the code the directory ships."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    name = f"engram_export_{uuid.uuid4().hex}"
+    spec = importlib.util.spec_from_file_location(name, directory / CODE_FILE)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        cls: Any = getattr(module, config["auto_map"]["AutoModelForCausalLM"].partition(".")[2])
+        return cls.from_pretrained(directory).eval()
+    finally:
+        del sys.modules[name]
+
+
+def _memory_state(model: nn.Module, layout: str, code: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The memory's tensors by the names they have in the base: all but the tables', and the tables'."""
+    rest: dict[str, Tensor] = {}
+    tables: dict[str, Tensor] = {}
+    for part, module in memory_parts(model).items():
+        prefix = _path(model, part)
+        rest |= {f"{prefix}.{name}": t for name, t in module.state_dict().items() if not name.startswith("table.")}
+        if hasattr(module, "table"):
+            tables |= {f"{prefix}.table.{leaf}": t for leaf, t in stored_table(module.table, layout, code).items()}  # type: ignore[arg-type]
+    return rest, tables
+
+
+def _path(model: nn.Module, part: str) -> str:
+    """The name that a part of the memory ("hash", "layers.2") has in the base."""
+    decoder, layers = _places(model)
+    below = "engram_hash" if part == "hash" else f"{layers}.{part.removeprefix('layers.')}.engram"
+    return f"{decoder}.{below}".lstrip(".")
+
+
+def _places(model: nn.Module) -> tuple[str, str]:
+    """The decoder's name in the base, and the layers' in the decoder."""
+    located = locate(model)
+    decoder = next(name for name, module in located.base.named_modules() if module is located.decoder)
+    return decoder, next(name for name, module in located.decoder.named_modules() if module is located.layers)
+
+
+def _told(model: nn.Module, described: dict[str, Any], of_tables: dict[str, Tensor], ids: int) -> dict[str, Any]:
+    """What the shipped code needs to rebuild the memory: `remote.EngramModel` lists the keys."""
+    decoder, layers = _places(model)
+    parts, sizes = memories(model), {}
+    for part in parts:
+        stored = len(part.table.seen_rows()) if f"{_path(model, f'layers.{part.layer_id}')}.table.rows" in of_tables else 0
+        sizes[str(part.layer_id)] = [len(part.table.weight), stored]
+    return {
+        "decoder": decoder,
+        "layers": layers,
+        "width": parts[0].key_norm.shape[1],
+        "keywords": find_graft(model).keywords,
+        "ids": ids,
+        "rows": sizes,
+        "described": described,
     }
-    tied = base.get_output_embeddings() is not None and _tied(base)
-    for name, module in base.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            if tied and module in (base.get_input_embeddings(), base.get_output_embeddings()):
-                raise UserError(
-                    f"LoRA on {name} changes an embedding that input and output share; train without it, or untie the base"
-                )
-            wide: Any = copy.deepcopy(module)
-            wide.float()
-            wide.merge()
-            for leaf, value in wide.get_base_layer().state_dict().items():
-                state[f"{name}.{leaf}"] = value.to(state[f"{name}.{leaf}"].dtype)
-        elif isinstance(module, ModulesToSaveWrapper):
-            trained = module.modules_to_save[module.active_adapters[0]]
-            state.update({f"{name}.{leaf}": value for leaf, value in trained.state_dict().items()})
-    return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _tied(base: PreTrainedModel) -> bool:
-    weights = [getattr(embedding, "weight", None) for embedding in (base.get_input_embeddings(), base.get_output_embeddings())]
-    return weights[0] is not None and weights[0] is weights[1]
-
-
-def _plain_weights(base: PreTrainedModel) -> None:
-    """Refuse a base whose weights are codes; drop the GGUF mark from one whose weights were dequantized on loading."""
-    quantizer = getattr(base, "hf_quantizer", None)
-    if quantizer is None:
-        return
-    method = getattr(quantizer.quantization_config, "quant_method", "unknown")
-    if str(getattr(method, "value", method)) == "gguf" and all(p.is_floating_point() for p in base.parameters()):
-        quantizer.remove_quantization_config(base)
-        return
-    raise UserError(
-        f"the base is quantized ({method}): LoRA cannot be merged into codes. Load the base in bfloat16 and export again"
-    )
-
-
-@contextlib.contextmanager
-def _saveable(base: PreTrainedModel) -> Any:
-    """transformers' save_pretrained looks at the module tree for adapters of its own kind only; nothing else is in its way."""
-    mark = getattr(base, "_hf_peft_config_loaded", False)
+def _save(base: PreTrainedModel, state: dict[str, Tensor], target: Path, max_shard_size: str) -> None:
+    """The weights, config and generation config, by transformers' own writer."""
+    mark = getattr(base, "_hf_peft_config_loaded", False)  # adapters of transformers' own kind: theirs alone would be written
     base._hf_peft_config_loaded = False
     try:
-        yield
+        base.save_pretrained(target, state_dict=dict(state), max_shard_size=max_shard_size)
     finally:
         base._hf_peft_config_loaded = mark
 
 
-def _check_tensors(merged: dict[str, Tensor], reloaded: nn.Module) -> None:
+def _name_class(target: Path, base: PreTrainedModel, dtype: str, told: dict[str, Any]) -> None:
+    """Have the written config name the code, the memory and the dtype of the weights."""
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config", {})):
+        if "dtype" in section:
+            section["dtype"] = dtype
+    module = CODE_FILE.removesuffix(".py")
+    config |= {"auto_map": {"AutoModelForCausalLM": f"{module}.{class_name(type(base))}"}, "engram_graft": told}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_tensors(written: dict[str, Tensor], reopened: nn.Module) -> None:
     """Raise unless each tensor came back bit for bit."""
-    found = unwrap(reloaded).state_dict()
-    lost = [name for name in merged if name not in found]
-    changed = [name for name in merged if name in found and not torch.equal(merged[name].cpu(), found[name].cpu())]
+    found = reopened.state_dict()
+    lost = [name for name in written if name not in found]
+    changed = [name for name in written if name in found and not _equal(written[name].cpu(), found[name].cpu())]
     if lost or changed:
         raise PromiseError(f"export: reloading lost {lost[:3]} ({len(lost)}) and changed {changed[:3]} ({len(changed)}) tensors")
 
 
-def _compare(model: nn.Module, reloaded: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """How far the merged model is from the unmerged one, which adds LoRA in another order."""
-    largest, flips, positions = 0.0, 0, 0
-    for text in TEXTS:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(unwrap(model).device)
-        with no_learning(model), no_learning(reloaded), unfiltered(model), unfiltered(reloaded):
-            before, after = model(input_ids=ids).logits, reloaded(input_ids=ids).logits
-        largest = max(largest, float((before.float() - after.float()).abs().max()))
-        flips += int((before.argmax(-1) != after.argmax(-1)).sum())
-        positions += ids.numel()
-    if not adapter_names(model) and largest > 0:
-        raise PromiseError(
-            f"export: without LoRA to merge, logits must come back bit for bit; they differ by up to {largest:.3g}"
-        )
-    return {"max_difference": largest, "flips": flips, "positions": positions}
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype.itemsize == 1:  # float8 has no comparison of its own
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    return torch.equal(one, other)
+
+
+def _check_logits(largest: float, exact: bool, lora: bool, dtype: str) -> None:
+    """Raise where the logits had to come back and did not: bit for bit without LoRA, up to rounding in float32 with it."""
+    allowed = 0.0 if not lora else _ROUNDING if dtype == "float32" else float("inf")
+    if exact and largest > allowed:
+        how = f"within {allowed:g}" if lora else "bit for bit"
+        raise PromiseError(f"export: logits must come back {how}; they differ by up to {largest:.3g}")

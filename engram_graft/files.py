@@ -1,25 +1,28 @@
 """The files of a graft: their names, how they describe themselves, and reading them with every check that needs no base."""
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engram_graft.bases import fingerprint
+from engram_graft.card import model_card
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
+from engram_graft.integrity import CONFIG_FILE, check_files, file_hash, read_description, write_description
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
+from engram_graft.stored import learned_rows
 
-FORMAT = 2
-CONFIG_FILE, TENSOR_FILE = "engram_config.json", "engram.safetensors"
+FORMAT = 3
+TENSOR_FILE = "engram.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _INTEGERS = ("lookup", "multipliers", "primes", "offsets", "pad")
 
@@ -28,13 +31,25 @@ def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str,
     """What a directory holds, checked as far as it can be without its base: description, config, tensors, integers."""
     described = read_config(directory)
     config = EngramConfig.from_dict(described["config"])
-    for name, expected in described["files"].items():
-        if not (directory / name).is_file():
-            raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
-        if file_hash(directory / name) != expected:
-            raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
-    tensors = read_tensors(directory, [name for name in described["files"] if name not in (ADAPTER_FILE, ADAPTER_CONFIG)])
-    return described, config, tensors, _plan(directory, config, tensors)
+    check_files(directory, described["files"])
+    tensors = read_tensors(directory, memory_files(described))
+    plan = _plan(directory, config, tensors)
+    for index, layer_id in enumerate(config.layer_ids):
+        name, stored = f"layers.{layer_id}.table", described["tables"]
+        wanted = plan.table_rows[index], config.head_dim, getattr(torch, config.dtype)
+        try:
+            rows, values = learned_rows(name, tensors, stored["layout"], stored["code"], *wanted)
+        except UserError as error:
+            raise UserError(f"{directory}: the graft's tensors do not fit its config: {error}") from error
+        for leaf in ("seen", "scale"):
+            tensors.pop(f"{name}.{leaf}", None)
+        tensors |= {f"{name}.rows": rows, f"{name}.values": values}
+    return described, config, tensors, plan
+
+
+def memory_files(described: Mapping[str, Any]) -> list[str]:
+    """The files that hold tensors of the memory, in a merged directory beside the base's."""
+    return sorted(name for name in described["files"] if name.endswith(".safetensors") and name != ADAPTER_FILE)
 
 
 def memory_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -58,11 +73,8 @@ def canonical_name(name: str) -> str:
     return f"layers.{layer[1]}.{layer[2]}"
 
 
-def describe(
-    model: nn.Module, files: Mapping[str, str], merged: bool = False, of_base: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The contents of `engram_config.json`; `files` maps each safetensors file to its sha256, `of_base` is the base's fingerprint if
-    it is known."""
+def describe(model: nn.Module, of_base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `engram_config.json` says of a graft beside its files; `of_base` is the base's fingerprint if it is known."""
     ngram_hash, base = find_graft(model), unwrap(model)
     dtype = str(memories(model)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
     return {
@@ -78,20 +90,25 @@ def describe(
             "dtype": str(base.dtype).removeprefix("torch."),
             "fingerprint": fingerprint(model) if of_base is None else of_base,
         },
-        "merged": merged,
-        "files": dict(files),
+        "merged": False,
+        "tables": {"layout": "sparse", "code": dtype},
     }
+
+
+def write_graft(directory: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], results: Path) -> None:
+    """Write a memory's tensors (canonical names), its description and its model card beside the adapter that `directory` may hold;
+    `results` is where identity and probe results lie."""
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / TENSOR_FILE, metadata={"format": "pt"})
+    files = [name for name in (TENSOR_FILE, ADAPTER_FILE, ADAPTER_CONFIG) if (directory / name).exists()]
+    described = {**described, "files": {name: file_hash(directory / name) for name in files}}
+    write_description(directory, described)
+    (directory / "README.md").write_text(model_card(results, described), encoding="utf-8")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The checked contents of `engram_config.json`."""
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise UserError(
-            f"{directory}: no graft here ({CONFIG_FILE} is missing); give a directory that train, save_graft or export wrote"
-        )
+    described, path = read_description(directory), directory / CONFIG_FILE
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
         if described["format"] != FORMAT:
             raise UserError(
                 f"{path}: format {described['format']!r}, this version reads {FORMAT}; use the version of engram-graft that wrote it"
@@ -99,23 +116,15 @@ def read_config(directory: Path) -> dict[str, Any]:
         for section, keys in {
             "tokenizer": {"fingerprint", "ids", "compressed"},
             "base": {"name", "dtype", "fingerprint"},
+            "tables": {"layout", "code"},
         }.items():
             if missing := keys - described[section].keys():
                 raise KeyError(f"{section}.{min(missing)}")
-        for name in described["files"]:
-            if Path(name).name != name:
-                raise UserError(f"{path}: file name {name!r} leaves the directory; refused")
         EngramConfig.from_dict(described["config"])
         bool(described["merged"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: corrupt ({type(error).__name__}: {error}); copy the graft anew") from error
-    return dict(described)
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return described
 
 
 def read_tensors(directory: Path, files: list[str]) -> dict[str, Tensor]:
@@ -147,11 +156,4 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
             )
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
     plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
-    for layer_id, rows in zip(config.layer_ids, plan.table_rows, strict=True):
-        names = [f"layers.{layer_id}.table.{leaf}" for leaf in ("rows", "values")]
-        if missing := [name for name in names if name not in tensors]:
-            raise UserError(f"{directory}: the graft's tensors do not fit its config: missing {', '.join(missing)}")
-        ids = tensors[names[0]]
-        if ids.numel() and not 0 <= int(ids.flatten()[-1]) < rows:
-            raise UserError(f"{directory}: {names[0]} goes up to {int(ids.flatten()[-1])}, its primes add up to {rows} rows")
     return plan

@@ -153,10 +153,7 @@ class EngramTable(nn.Module):
 
     def seen_rows(self) -> Tensor:
         """int64 `[n]`, sorted: the rows that training has looked up."""
-        filled = self.seen.nonzero()[:, 0]
-        bits = (self.seen[filled, None] >> torch.arange(8, dtype=torch.uint8, device=self.seen.device)) & 1
-        byte, bit = bits.nonzero(as_tuple=True)
-        return filled[byte] * 8 + bit
+        return set_bits(self.seen)
 
     def count_seen(self) -> int:
         """How many rows training has looked up."""
@@ -242,6 +239,14 @@ class EngramTable(nn.Module):
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+def set_bits(array: Tensor) -> Tensor:
+    """int64 `[n]`, increasing: which bits of a uint8 array are set, counted from its first byte's lowest."""
+    filled = array.nonzero()[:, 0]
+    bits = (array[filled, None] >> torch.arange(8, dtype=torch.uint8, device=array.device)) & 1
+    byte, bit = bits.nonzero(as_tuple=True)
+    return filled[byte] * 8 + bit
 
 
 def fresh_layer(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from engram_graft.errors import UserError, first_line
-from engram_graft.files import file_hash
+from engram_graft.integrity import file_hash
 from engram_graft.output import sync
 from engram_graft.sharding import whole
 

@@ -253,8 +253,8 @@ def _base_cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextlib.contextmanager
 def unfiltered(model: nn.Module) -> Iterator[None]:
     """With the seen filter off, so that every position reads the memory, and no look-up counted as training's."""
-    tables = [memory.table for memory in memories(model)]
-    before = [(table.seen_filter, table.recording) for table in tables]
+    tables: list[Any] = [module for module in model.modules() if hasattr(module, "seen_filter")]  # an export's too
+    before = [(table.seen_filter, getattr(table, "recording", False)) for table in tables]
     for table in tables:
         table.seen_filter = table.recording = False
     try:

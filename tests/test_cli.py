@@ -27,6 +27,7 @@ import engram_graft as eg
 import engram_graft.cli
 from engram_graft.errors import PromiseError
 from engram_graft.grafted import memories
+from engram_graft.integrity import read_description, write_description
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["train", "verify", "probe", "export", "generate", "inspect", "bench"]
@@ -62,6 +63,7 @@ MERGED_FILES = {
     "engram_config.json",
     "generation_config.json",
     "model.safetensors",
+    "modeling_engram.py",
     "tokenizer.json",
     "tokenizer_config.json",
 }
@@ -406,19 +408,19 @@ def test_a_graft_with_one_changed_byte_or_a_missing_file_is_refused(name: str, g
     [
         (lambda described: '{"format": 1', "corrupt"),
         (lambda described: "[]", "corrupt"),
-        (lambda described: json.dumps({**described, "format": 99}), "format 99"),
-        (lambda described: json.dumps({k: v for k, v in described.items() if k != "tokenizer"}), "tokenizer"),
+        (lambda described: {**described, "format": 99}, "format 99"),
+        (lambda described: {k: v for k, v in described.items() if k != "tokenizer"}, "tokenizer"),
         (
-            lambda described: json.dumps({**described, "config": {**described["config"], "layer_ids": "two"}}),
+            lambda described: {**described, "config": {**described["config"], "layer_ids": "two"}},
             "layer_ids",
         ),
-        (lambda described: json.dumps({**described, "config": {**described["config"], "surprise": 1}}), "surprise"),
+        (lambda described: {**described, "config": {**described["config"], "surprise": 1}}, "surprise"),
         (
-            lambda described: json.dumps({**described, "config": {**described["config"], "layer_ids": [1, 3]}}),
+            lambda described: {**described, "config": {**described["config"], "layer_ids": [1, 3]}},
             "layers.3",
         ),
         (
-            lambda described: json.dumps({**described, "config": {**described["config"], "n_head_per_ngram": 4}}),
+            lambda described: {**described, "config": {**described["config"], "n_head_per_ngram": 4}},
             "hash.primes",
         ),
     ],
@@ -427,8 +429,11 @@ def test_a_graft_with_one_changed_byte_or_a_missing_file_is_refused(name: str, g
 def test_a_graft_whose_description_is_damaged_is_refused(
     command: str, change: Any, message: str, graft: Path, tmp_path: Path
 ) -> None:
-    path = graft / "engram_config.json"
-    path.write_text(change(json.loads(path.read_text())))
+    changed = change(read_description(graft))
+    if isinstance(changed, str):
+        (graft / "engram_config.json").write_text(changed)
+    else:
+        write_description(graft, changed)
     refused(use(command, graft, tmp_path), message)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import TINY_ENGRAM, keep_seen, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
+from engram_graft import export
 from engram_graft.errors import PromiseError, UserError
-from engram_graft.export import merged_state
 from engram_graft.files import memory_tensors
+from engram_graft.merge import merged_state
 
 
 def with_lora(tokenizer: Any, architecture: str = "llama", targets: Any = ("q_proj", "v_proj"), **changes: Any) -> Any:
@@ -108,24 +108,15 @@ def test_a_failed_check_leaves_no_directory(tmp_path: Path, grafted: Any, tokeni
 
 
 def test_the_check_notices_a_changed_tensor(tmp_path: Path, grafted: Any, tokenizer: Any, monkeypatch: Any) -> None:
-    real = merged_state
+    real = export.reopen
 
-    def nudged(model: nn.Module) -> dict[str, torch.Tensor]:
-        import engram_graft.export as export
+    def nudged(directory: Path) -> Any:
+        model = real(directory)
+        with torch.no_grad():
+            model.get_parameter("model.layers.1.engram.key_norm")[0, 0] += 1
+        return model
 
-        state = real(model)
-        loaded = export.load_graft
-
-        def load(*args: Any, **kwargs: Any) -> Any:
-            model, tokenizer = loaded(*args, **kwargs)
-            with torch.no_grad():
-                model.get_parameter("model.layers.1.engram.key_norm")[0, 0] += 1
-            return model, tokenizer
-
-        monkeypatch.setattr(export, "load_graft", load)
-        return state
-
-    monkeypatch.setattr("engram_graft.export.merged_state", nudged)
+    monkeypatch.setattr(export, "reopen", nudged)
     with pytest.raises(PromiseError, match=r"changed \['model.layers.1.engram.key_norm'\]"):
         eg.export_merged(grafted(), tokenizer, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

@@ -1,0 +1,94 @@
+"""A model of transformers with a trained memory in it, rebuilt from its config and files alone.
+
+An export ships this module, with those it stands on, as the directory's modelling code: `bundle` writes them into one file.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from engram_graft.config import EngramConfig
+from engram_graft.errors import UserError
+from engram_graft.hashing import HashPlan
+from engram_graft.integrity import check_files, file_hash, read_description, write_description
+from engram_graft.layer import Engram
+from engram_graft.recall import Recall, install, put
+from engram_graft.rows import LearnedRows
+
+CODE_FILE = "modeling_engram.py"
+
+
+class EngramModel(PreTrainedModel):
+    """What an exported model adds to its base's class. `config.engram_graft` says where and what the memory is; its keys:
+
+    "described" (what `engram_config.json` says beside its files), "decoder" and "layers" (paths of modules), "width" (channels of a
+    residual stream), "keywords" (whether the decoder hands keywords on), "ids" (rows of the look-up) and "rows" ({layer: [rows of its
+    table, rows stored]}).
+    """
+
+    _auto_class = "AutoModelForCausalLM"  # `save_pretrained` takes this file along
+    base_class: type
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        told = config.engram_graft
+        memory, stored = EngramConfig.from_dict(told["described"]["config"]), told["described"]["tables"]
+        decoder: Any = self.get_submodule(told["decoder"])
+        layers: Any = decoder.get_submodule(told["layers"])
+        recall = Recall(memory, _no_plan(memory, told["ids"]), told["keywords"])
+        parts = []
+        for index, layer_id in enumerate(memory.layer_ids):
+            device = next(layers[layer_id].parameters()).device
+            rows = told["rows"][str(layer_id)]
+            table: Any = LearnedRows(memory, layer_id, rows[0], rows[1], stored["layout"], stored["code"], device)
+            parts.append(Engram(memory, index, table, told["width"], device))
+        put(decoder, layers, recall, parts)
+        install(self, decoder, layers, told["keywords"])
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', but strict: damaged files, missing, unexpected or misshapen tensors are errors."""
+        source, wanted = Path(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
+        if source.is_dir():
+            check_files(source, read_description(source)["files"])
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, found = loaded
+        faults = {kind: found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found.get(kind)}
+        if faults:
+            raise UserError(f"{source}: its tensors do not fit its config: {faults}; copy the export anew")
+        return (model, found) if wanted else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers', and `engram_config.json` with the new files' sha256."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        describe_files(Path(save_directory), self.config.engram_graft["described"], self.base_class.__name__)
+
+
+def describe_files(directory: Path, described: dict[str, Any], architecture: str) -> None:
+    """Finish a directory that `save_pretrained` wrote: its config names the class that opens it without our code, and
+    `engram_config.json` holds each file's sha256."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = [architecture]
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = sorted({*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")})
+    files = [*names, directory / "config.json", directory / CODE_FILE]
+    write_description(directory, {**described, "files": {path.name: file_hash(path) for path in files}})
+
+
+def keep_conversions(cls: type[EngramModel]) -> None:
+    """Let transformers rename stored tensors for `cls` as for its base's class: it looks the renamings up by class name."""
+    base: Any = cls.base_class
+    found = get_checkpoint_conversion_mapping(base.__name__) or get_checkpoint_conversion_mapping(base.config_class.model_type)
+    if found is not None:
+        register_checkpoint_conversion_mapping(cls.__name__, found, overwrite=True)
+
+
+def _no_plan(config: EngramConfig, ids: int) -> HashPlan:
+    """Integers of the right shapes, to be overwritten by the files'."""
+    heads = np.ones((len(config.layer_ids), config.heads), dtype=np.int64)
+    multipliers = np.ones((len(config.layer_ids), config.max_ngram_size), dtype=np.int64)
+    return HashPlan(multipliers, heads, np.zeros_like(heads), np.zeros(ids, dtype=np.int64), 0)

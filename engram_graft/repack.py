@@ -1,0 +1,70 @@
+"""A graft directory made from another directory: from a merged one, or with its tables in fewer bits. No base is loaded for it."""
+
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from engram_graft.bases import fingerprint, load_base
+from engram_graft.codes import CODES, encode
+from engram_graft.errors import PromiseError, UserError
+from engram_graft.files import ADAPTER_CONFIG, ADAPTER_FILE, read_graft, write_graft
+from engram_graft.output import new_directory
+
+_KEPT = (ADAPTER_FILE, ADAPTER_CONFIG, "recipe.yaml", "identity.json", "probes.json")
+
+
+def repack(source: str | Path, output: str | Path, table_dtype: str | None = None) -> dict[str, int]:
+    """Write the memory in `source`, a graft or merged directory, and the LoRA adapter if it is apart, as a graft directory of its own.
+
+    Its base is the one that `source` names, or, where LoRA was merged into that or its weights were cast, `source` itself.
+
+    Args:
+        table_dtype: of the tables' values, one of `codes.CODES`; by default as the memory computes, bit for bit.
+
+    Returns:
+        {"bytes": on disk, "table_bytes": of the tables, "parameters": of the memory}.
+
+    Raises:
+        UserError: `source` is no graft, or damaged, or `output` is not empty.
+    """
+    source = Path(source)
+    if table_dtype is not None and table_dtype not in CODES:
+        raise UserError(f"table_dtype={table_dtype!r}: must be one of {', '.join(CODES)}")
+    described, config, tensors, _ = read_graft(source)
+    code = table_dtype or config.dtype
+    coded, tables = _coded(tensors, code)
+    base = dict(described["base"])
+    if base.pop("changed", False):
+        base["name"] = str(source)
+    if base["fingerprint"] is None:
+        base["fingerprint"] = fingerprint(load_base(str(source), base["dtype"])[0])
+    described |= {"base": base, "merged": False, "tables": {"layout": "sparse", "code": code}}
+    with new_directory(output) as target:
+        for name in _KEPT:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+        write_graft(target, coded | tables, described, target)
+        read = read_graft(target)[2]
+        if read.keys() != tensors.keys() or any(
+            read[name].shape != tensor.shape or (code == config.dtype and not read[name].equal(tensor))
+            for name, tensor in tensors.items()
+        ):
+            raise PromiseError(f"{output}: what was read back is not what was written")
+        return {
+            "bytes": sum(path.stat().st_size for path in target.iterdir()),
+            "table_bytes": sum(tensor.nbytes for tensor in tables.values()),
+            "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        }
+
+
+def _coded(tensors: dict[str, Tensor], code: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All tensors but the tables', as they are; the tables', their values coded."""
+    rest = {name: tensor for name, tensor in tensors.items() if ".table." not in name}
+    tables: dict[str, Tensor] = {}
+    for name in sorted(tensors.keys() - rest.keys()):
+        if name.endswith(".values"):
+            tables |= {name.removesuffix("values") + leaf: tensor for leaf, tensor in encode(tensors[name], code).items()}
+        else:
+            tables[name] = tensors[name]
+    return rest, tables
