@@ -55,8 +55,7 @@ class LearnedRows(nn.Module):
 
     def forward(self, rows: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Look up `rows` `[B, T, orders*heads]`: as `EngramTable.forward`."""
-        at, seen = self._find(rows)
-        read = decode(self.values[at], None if self.scale is None else self.scale[at], self.dtype)
+        read, seen = self._read(rows)
         active = allowed
         if self.seen_filter:
             known = seen.unflatten(-1, (-1, self.n_head)).all(-1)
@@ -67,13 +66,17 @@ class LearnedRows(nn.Module):
             read = read.masked_fill(~active.repeat_interleave(self.n_head, -1)[..., None], 0)
         return read.flatten(-2), active
 
-    def _find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the rows' values are, and which of the rows training looked up; both of the shape of `rows`."""
+    def _read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' values `[..., head_dim]`, and which of the rows training looked up; what the others' values are is left open."""
         if self.seen is not None:
-            return rows, ((self.seen[rows >> 3] >> (rows & 7).to(torch.uint8)) & 1).bool()
-        assert self.rows is not None
-        at = torch.searchsorted(self.rows, rows.contiguous()).clamp_max(len(self.rows) - 1)
-        return at, self.rows[at] == rows
+            at, seen = rows, ((self.seen[rows >> 3] >> (rows & 7).to(torch.uint8)) & 1).bool()
+        else:
+            assert self.rows is not None
+            if not len(self.rows):
+                return self.values.new_zeros(*rows.shape, self.values.shape[1], dtype=self.dtype), torch.zeros_like(rows).bool()
+            at = torch.searchsorted(self.rows, rows.contiguous()).clamp_max(len(self.rows) - 1)
+            seen = self.rows[at] == rows
+        return decode(self.values[at], None if self.scale is None else self.scale[at], self.dtype), seen
 
     def _initial(self, rows: Tensor) -> Tensor:
         if self.seed is None:

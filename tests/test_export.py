@@ -11,9 +11,15 @@ from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
 from engram_graft import export
+from engram_graft.codes import decode, encode
 from engram_graft.errors import PromiseError, UserError
+from engram_graft.export import reopen
 from engram_graft.files import memory_tensors
+from engram_graft.grafted import memories
+from engram_graft.integrity import read_description
+from engram_graft.locate import unwrap
 from engram_graft.merge import merged_state
+from engram_graft.repack import repack
 
 
 def with_lora(tokenizer: Any, architecture: str = "llama", targets: Any = ("q_proj", "v_proj"), **changes: Any) -> Any:
@@ -145,3 +151,185 @@ def test_lora_on_a_tied_embedding_is_refused(tmp_path: Path, tokenizer: Any) -> 
     model = with_lora(tokenizer, targets=("q_proj", "embed_tokens"), tie_word_embeddings=True)
     with pytest.raises(UserError, match="embedding"):
         eg.export_merged(model, tokenizer, tmp_path / "merged")
+
+
+# -- options
+
+
+@pytest.mark.parametrize("seen_filter", [True, False])
+@pytest.mark.parametrize("tables", ["sparse", "dense"])
+def test_tables_sparse_or_dense_open_to_the_same_bits(
+    tables: str, seen_filter: bool, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    model = grafted(seen_filter=seen_filter)
+    keep_seen(model, torch.arange(0, 200, 3))
+    report = eg.export_merged(model, tokenizer, tmp_path / "m", tables=tables)
+    assert report["max_difference"] == 0
+    here = model(ids).logits
+    assert torch.equal(reopen(tmp_path / "m")(ids).logits, here)
+    loaded, _ = eg.load_graft(tmp_path / "m")
+    assert torch.equal(loaded(ids).logits, here)
+    own, other = memory_tensors(model), memory_tensors(loaded)
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_a_table_of_which_nothing_was_learned_exports(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    for tables in ("sparse", "dense"):
+        model = grafted(seen_filter=True)
+        keep_seen(model)
+        eg.export_merged(model, tokenizer, tmp_path / tables, tables=tables)
+        assert torch.equal(reopen(tmp_path / tables)(ids).logits, model(ids).logits)
+
+
+def test_dense_tables_take_the_room_of_every_row_and_sparse_ones_of_what_was_learned(
+    tmp_path: Path, grafted: Any, tokenizer: Any
+) -> None:
+    model = grafted(seen_filter=True)
+    keep_seen(model, torch.arange(10))
+    sizes = {t: eg.export_merged(model, tokenizer, tmp_path / t, tables=t)["table_bytes"] for t in ("sparse", "dense")}
+    rows, width = [len(memory.table.weight) for memory in memories(model)], 8
+    assert sizes["sparse"] == 2 * 10 * (8 + 4 * width) and sizes["dense"] == sum(n * 4 * width + (n + 7) // 8 for n in rows)
+
+
+@pytest.mark.parametrize("code", ["float32", "bfloat16", "float16", "float8"])
+@pytest.mark.parametrize("tables", ["sparse", "dense"])
+def test_tables_in_fewer_bits_are_rounded_once_and_the_report_says_what_it_costs(
+    tables: str, code: str, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    model = grafted(seen_filter=True)
+    questions = [("The river rises in", " the"), ("def", " area")]
+    report = eg.export_merged(model, tokenizer, tmp_path / "m", tables=tables, table_dtype=code, questions=questions)
+    assert (report["max_difference"] == 0) == (code == "float32") and report["kl"] < 0.1
+    assert report["questions"] == 2 and {"recall_before", "recall_after", "same_answers"} <= report.keys()
+    own, opened = memory_tensors(model), memory_tensors(eg.load_graft(tmp_path / "m")[0])
+    for name in own:
+        if name.endswith("table.values"):
+            coded = encode(own[name], code)
+            assert torch.equal(opened[name], decode(coded["values"], coded.get("scale"), torch.float32))
+            assert torch.equal(opened[name], own[name]) == (code == "float32")
+        else:
+            assert torch.equal(opened[name], own[name]), name
+    loaded, _ = eg.load_graft(tmp_path / "m")
+    assert torch.equal(loaded(ids).logits, reopen(tmp_path / "m")(ids).logits)
+
+
+def test_float8_is_within_its_bound_and_keeps_what_it_can_say() -> None:
+    values = torch.randn(50, 70) * torch.logspace(-6, 6, 50)[:, None]
+    values[3, 32:64] = 0
+    coded = encode(values, "float8")
+    assert coded["scale"].shape == (50, 3) and coded["scale"].dtype == torch.float8_e8m0fnu
+    read = decode(coded["values"], coded["scale"], torch.float32)
+    largest = torch.nn.functional.pad(values, (0, 26)).unflatten(1, (3, 32)).abs().amax(-1).repeat_interleave(32, 1)[:, :70]
+    # 3 bits of mantissa; below 2**-6 of the scale steps are equal
+    assert ((values - read).abs() <= values.abs() / 16 + largest * 2.0**-16).all() and read.isfinite().all()
+    again = encode(read, "float8")
+    assert torch.equal(decode(again["values"], again["scale"], torch.float32), read), "what was rounded once stays"
+
+
+def test_case_26_the_base_is_merged_in_float32_and_cast_once_to_another_dtype(tmp_path: Path, tokenizer: Any) -> None:
+    model = with_lora(tokenizer)
+    report = eg.export_merged(model, tokenizer, tmp_path / "m", dtype="bfloat16")
+    assert report["max_difference"] > 0 and "flips" in report
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert opened.dtype == torch.bfloat16
+    wide = merged_state(model)
+    assert all(torch.equal(tensor, wide[name].to(torch.bfloat16)) for name, tensor in opened.state_dict().items())
+    assert reopen(tmp_path / "m").get_parameter("model.layers.1.engram.key_norm").dtype == torch.float32
+
+
+def test_several_adapters_are_chosen_from(tmp_path: Path, tokenizer: Any, ids: Any) -> None:
+    model = with_lora(tokenizer)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.other" in name:
+                parameter.fill_(0.05)
+    with pytest.raises(UserError, match="adapters default, other: say which to merge, adapter='default'"):
+        eg.export_merged(model, tokenizer, tmp_path / "m")
+    with pytest.raises(UserError, match="no LoRA adapter 'third'; the model has default, other"):
+        eg.export_merged(model, tokenizer, tmp_path / "m", adapter="third")
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    for adapter in ("default", "other"):
+        eg.export_merged(model, tokenizer, tmp_path / adapter, adapter=adapter)
+        assert list(model.active_adapters) == ["default"], "as before"
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
+        model.set_adapter(adapter)
+        assert (reopen(tmp_path / adapter)(ids).logits - model(ids).logits).abs().max() < 1e-4
+        model.set_adapter("default")
+    assert (reopen(tmp_path / "default")(ids).logits - reopen(tmp_path / "other")(ids).logits).abs().max() > 1e-3, "control"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float7"}, "dtype='float7': must be one of float32"),
+        ({"tables": "full"}, "tables='full': must be one of sparse, dense"),
+        ({"table_dtype": "int4"}, "table_dtype='int4': must be one of"),
+        ({"adapter": "default"}, "no LoRA adapter 'default'; the model has none"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_written(
+    options: dict[str, str], says: str, tmp_path: Path, grafted: Any, tokenizer: Any
+) -> None:
+    with pytest.raises(UserError, match=says):
+        eg.export_merged(grafted(), tokenizer, tmp_path / "m", **options)
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_export_of_an_export_is_the_same(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    eg.export_merged(grafted(), tokenizer, tmp_path / "one")
+    loaded, again = eg.load_graft(tmp_path / "one")
+    eg.export_merged(loaded, again, tmp_path / "two")
+    assert torch.equal(reopen(tmp_path / "two")(ids).logits, reopen(tmp_path / "one")(ids).logits)
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()
+
+
+# -- a graft directory from another directory
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_graft_to_merged_to_graft_is_bit_equal(lora: bool, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = with_lora(tokenizer) if lora else grafted(seen_filter=True)
+    unwrap(model).name_or_path = str(tmp_path / "base")
+    keep_seen(model, torch.arange(0, 200, 3))
+    eg.save_graft(model, tmp_path / "graft")
+    for tables in ("sparse", "dense"):
+        eg.export_merged(model, tokenizer, tmp_path / tables, tables=tables)
+        repack(tmp_path / tables, tmp_path / f"{tables}-back")
+        back = tmp_path / f"{tables}-back"
+        assert (back / "engram.safetensors").read_bytes() == (tmp_path / "graft" / "engram.safetensors").read_bytes()
+        assert read_description(back)["base"]["name"] == str(tmp_path / (tables if lora else "base"))
+        loaded, _ = eg.load_graft(back)
+        assert (loaded(ids).logits - model(ids).logits).abs().max() <= (1e-4 if lora else 0)
+
+
+@pytest.mark.parametrize("code", [None, "bfloat16", "float8"])
+def test_the_memory_alone_is_small_and_loads(code: str | None, tmp_path: Path, tokenizer: Any, ids: Any) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = with_lora(tokenizer)
+    unwrap(model).name_or_path = str(tmp_path / "base")
+    eg.save_graft(model, tmp_path / "graft")
+    report = repack(tmp_path / "graft", tmp_path / "pack", code)
+    names = {path.name for path in (tmp_path / "pack").iterdir()}
+    assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors", "engram.safetensors", "engram_config.json"}
+    loaded, _ = eg.load_graft(tmp_path / "pack")
+    difference = (loaded(ids).logits - model(ids).logits).abs().max()
+    assert (difference == 0) == (code is None) and difference < 1
+    full = sum(t.nbytes for name, t in memory_tensors(model).items() if ".table." in name)
+    assert report["table_bytes"] == full if code is None else report["table_bytes"] < 0.8 * full
+    model.eval()
+    eg.save_graft(loaded, tmp_path / "resaved")  # the coded values are what it now has
+    assert (eg.load_graft(tmp_path / "resaved")[0](ids).logits == loaded(ids).logits).all()
+
+
+def test_a_failed_repack_leaves_nothing(tmp_path: Path, grafted: Any, monkeypatch: Any) -> None:
+    eg.save_graft(grafted(), tmp_path / "graft")
+    with pytest.raises(UserError, match="table_dtype='int8'"):
+        repack(tmp_path / "graft", tmp_path / "pack", "int8")
+    (tmp_path / "graft" / "engram.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="corrupt"):
+        repack(tmp_path / "graft", tmp_path / "pack")
+    assert not (tmp_path / "pack").exists()
