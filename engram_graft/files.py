@@ -146,7 +146,9 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
                 f"{directory}: hash.{name} has shape {list(tensors[f'hash.{name}'].shape)}, the config asks for another"
             )
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
-    plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
+    plan = HashPlan(
+        arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]), config.resets
+    )
     for layer_id, rows in zip(config.layer_ids, plan.table_rows, strict=True):
         names = [f"layers.{layer_id}.table.{leaf}" for leaf in ("rows", "values")]
         if missing := [name for name in names if name not in tensors]:

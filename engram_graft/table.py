@@ -6,7 +6,7 @@ these alone.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -184,6 +184,21 @@ class EngramTable(nn.Module):
             if not stored:
                 self.weight[at] = values[start : start + CHUNK].to(self.weight.device)
             self._mark(at)
+
+    @torch.no_grad()
+    def load_all(self, pieces: Iterable[Tensor]) -> None:
+        """Make every row one that was looked up, with the values that `pieces`, `[n, head_dim]` each, give in order. Raises `UserError`
+        when they are not as many, or not finite."""
+        start, total = 0, len(self.weight)
+        for piece in pieces:
+            if not bool(piece.isfinite().all()) or start + len(piece) > total:
+                raise UserError(f"rows {start} to {start + len(piece) - 1} of {total} are not finite, or too many")
+            self.weight[start : start + len(piece)] = piece.to(self.weight.device)
+            start += len(piece)
+        if start != total:
+            raise UserError(f"{start} rows were given, the table has {total}")
+        self.seen.fill_(255)
+        self.seen[-1] = 2 ** ((total - 1) % 8 + 1) - 1  # no row beyond the last
 
     @torch.no_grad()
     def saved_rows(self) -> tuple[Tensor, Tensor]:
