@@ -64,7 +64,11 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     for leaves in names:
         counts.append(weights.shape(leaves["embed.weight"])[0] if "embed.weight" in leaves else 0)
         shapes = {"embed.weight": (counts[-1], dim), "embed.scale": (counts[-1], dim // BLOCK)}
-        shapes |= {"q_weight": (config.hc_mult, channels), "k_weight": (config.hc_mult, channels), "wkv.weight": (keys + channels, embed)}
+        shapes |= {
+            "q_weight": (config.hc_mult, channels),
+            "k_weight": (config.hc_mult, channels),
+            "wkv.weight": (keys + channels, embed),
+        }
         if "wkv.weight" in leaves and weights.kind(leaves["wkv.weight"]) == "F8_E4M3":
             shapes["wkv.scale"] = (math.ceil((keys + channels) / BLOCK), math.ceil(embed / BLOCK))
         faults += weights.misfits(leaves, shapes, kinds)
