@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram_graft.config import EngramConfig
 from engram_graft.hashing import HashPlan
-from engram_graft.pretrained import Pretrained, epsilon, layer_numbers, number
+from engram_graft.pretrained import MAX_ORDER, Pretrained, epsilon, layer_numbers, number
 from engram_graft.weights import FLOATS, Weights
 
 LAYERS = "engram_layer_ids"
@@ -32,8 +32,8 @@ _LARGEST = 448  # of the codes, float8 e4m3
 
 def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     """The memory of a checkpoint whose text config is `text`. Raises `UserError` where that says no memory."""
-    layers, size = layer_numbers(text, LAYERS), number(text, "engram_max_ngram_size")
-    heads, dim = number(text, "engram_n_heads"), number(text, "engram_head_dim")
+    layers, size = layer_numbers(text, LAYERS), number(text, "engram_max_ngram_size", least=2, most=MAX_ORDER)
+    heads, dim = number(text, "engram_n_heads", least=1), number(text, "engram_head_dim", least=1)
     names = weights.layers("engram", layers)
     gains = weights.shape(names[0]["q_weight"]) if "q_weight" in names[0] else []
     streams, width = gains if len(gains) == 2 else (None, None)
@@ -51,7 +51,7 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
         pad_id=number(text, "engram_pad_token_id", "engram_pad_id"),
         gate_eps=epsilon(text),
     )
-    channels = number(text, "hidden_size", default=width)
+    channels = number(text, "hidden_size", default=width, least=1)
     keys, embed = channels * config.hc_mult, config.heads * dim
     kinds = {
         "embed.weight": ["F8_E4M3"],
@@ -62,7 +62,7 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     faults = [] if dim % BLOCK == 0 else [f"its rows have {dim} channels, scales are for {BLOCK} each"]
     counts = []
     for leaves in names:
-        counts.append(weights.shape(leaves["embed.weight"])[0] if "embed.weight" in leaves else 0)
+        counts.append(weights.rows(leaves["embed.weight"]) if "embed.weight" in leaves else 0)
         shapes = {"embed.weight": (counts[-1], dim), "embed.scale": (counts[-1], dim // BLOCK)}
         shapes |= {
             "q_weight": (config.hc_mult, channels),
@@ -76,7 +76,7 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     def dense(index: int) -> dict[str, Tensor]:
         leaves = names[index]
         wkv = weights.tensor(leaves["wkv.weight"]).float()
-        if "wkv.scale" in leaves:  # one for a square of 32 by 32
+        if weights.kind(leaves["wkv.weight"]) == "F8_E4M3":  # one for a square of 32 by 32
             scale = weights.tensor(leaves["wkv.scale"]).float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             wkv = wkv * scale[: wkv.shape[0], : wkv.shape[1]]
         gains = {
@@ -89,7 +89,7 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
         pieces = (weights.pieces(names[index][leaf]) for leaf in ("embed.weight", "embed.scale"))
         return (decoded(codes, scales) for codes, scales in zip(*pieces, strict=True))
 
-    return Pretrained(config, channels, number(text, "engram_compressed_vocab_size"), dense, rows, counts, {}, faults)
+    return Pretrained(config, channels, number(text, "engram_compressed_vocab_size", least=1), dense, rows, counts, {}, faults)
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def graft(
     located = locate(model)
     token_map = compress(tokenizer)
     lookup, ids = lookup_of(config.addresses, token_map, embedding_weight(model).shape[0])
-    pads = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pads: tuple[int | None, ...] = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     if config.resets:
         pads = (config.pad_id, end_of_text(located), tokenizer.eos_token_id)
     pad_id = next((pad for pad in pads if pad is not None), None)

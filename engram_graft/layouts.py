@@ -96,7 +96,8 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
     reasons = _reasons(kind, config, plan, ids)
     if reasons:
         raise UserError(f"{directory}: {layout} cannot say what this memory does: {'; '.join(reasons)}")
-    largest, files = 0.0, {}
+    largest = 0.0
+    files: dict[str, str] = {}  # of each tensor
     with new_directory(output) as target:
         for index, layer_id in enumerate(config.layer_ids):
             prefix = f"layers.{layer_id}."
@@ -140,9 +141,10 @@ def _whole_table(config: EngramConfig, layer_id: int, total: int, parameters: Ma
     rows, values = parameters["table.rows"], parameters["table.values"]
     seed = row_seed(config, layer_id)
     table = torch.zeros(total, config.head_dim, dtype=values.dtype)
-    for start in range(0, total if seed is not None and len(rows) < total else 0, CHUNK):
-        at = torch.arange(start, min(start + CHUNK, total))
-        table[at] = initial_rows(at, config.head_dim, seed, values.dtype)
+    if seed is not None and len(rows) < total:
+        for start in range(0, total, CHUNK):
+            at = torch.arange(start, min(start + CHUNK, total))
+            table[at] = initial_rows(at, config.head_dim, seed, values.dtype)
     table[rows] = values
     return table
 

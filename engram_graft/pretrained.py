@@ -13,12 +13,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError, first_line
-from engram_graft.grafted import memories, require_bare
+from engram_graft.grafted import grafts, memories, require_bare, switched_off
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import dry_run, embedding_weight, locate
 from engram_graft.plan import plan_hashes
+from engram_graft.recall import DEFAULT
 from engram_graft.storage import Resident
+
+MAX_ORDER = 16  # of n-grams; more than any memory has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +65,20 @@ def attach_pretrained(
         UserError: it does not fit; every reason is given.
     """
     token_map = compress(tokenizer)
-    plan = _plan(memory, token_map, embedding_weight(model).shape[0])
     faults = [*memory.faults, *_vocabulary(memory, source, tokenizer, token_map), *_geometry(memory, model, layers)]
-    for layer_id, have, need in zip(memory.config.layer_ids, memory.table_rows, plan.table_rows, strict=True):
+    # of a config that its own tensors contradict no integers are drawn: there could be any number of them
+    plan = None if memory.faults else _plan(memory, token_map, embedding_weight(model).shape[0])
+    for layer_id, have, need in zip(memory.config.layer_ids, memory.table_rows, plan.table_rows if plan else (), strict=False):
         if have < need:
             faults.append(f"the table of its layer {layer_id} has {have} rows, its primes add up to {need}")
-    if faults:
+    if faults or plan is None:
         raise UserError(f"{source}: this memory cannot be put on the base: {'; '.join(faults)}")
     config = dataclasses.replace(memory.config, layer_ids=tuple(layers or memory.config.layer_ids))
     attach(locate(model), config, plan, token_map, storage or Resident())
     try:
         _fill(memory, model)
     except BaseException:
-        ungraft(model)
+        ungraft(model, DEFAULT)
         raise
 
 
@@ -91,7 +95,8 @@ def _plan(memory: Pretrained, token_map: TokenMap, embedding_rows: int) -> HashP
 def _geometry(memory: Pretrained, model: nn.Module, layers: Sequence[int] | None) -> list[str]:
     located, config = locate(model), memory.config
     require_bare(model)
-    stream = dry_run(located)
+    with switched_off(grafts(model)):
+        stream = dry_run(located)
     faults = []
     if stream.width != memory.width:
         faults.append(f"its streams have {memory.width} channels, the base's {stream.width}")
@@ -131,7 +136,7 @@ def _vocabulary(memory: Pretrained, source: Path, tokenizer: PreTrainedTokenizer
 
 @torch.no_grad()
 def _fill(memory: Pretrained, model: nn.Module) -> None:
-    for index, layer in enumerate(memories(model)):
+    for index, layer in enumerate(memories(model, DEFAULT)):
         parameters = {name: parameter for name, parameter in layer.named_parameters() if name != "table.weight"}
         tensors = memory.dense(index)
         assert parameters.keys() == tensors.keys(), parameters.keys() ^ tensors.keys()
@@ -148,11 +153,13 @@ def _first(count: int, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         count -= len(piece[:count])
 
 
-def number(text: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def number(text: Mapping[str, Any], *names: str, default: int | None = None, least: int = 0, most: int = 2**40) -> int:
     """A whole number that a checkpoint's config has under one of these names. Raises `UserError` if it has not."""
     value = next((text[name] for name in names if text.get(name) is not None), default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"the checkpoint's config has {names[0]}={value!r}: a whole number is needed there")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserError(
+            f"the checkpoint's config has {names[0]}={value!r}: a whole number from {least} to {most} is needed there"
+        )
     return value
 
 
@@ -167,6 +174,6 @@ def layer_numbers(text: Mapping[str, Any], name: str) -> list[int]:
 def epsilon(text: Mapping[str, Any]) -> float:
     """The eps of the norms in a checkpoint's config."""
     value = next((text[name] for name in ("rms_norm_eps", "norm_eps") if text.get(name) is not None), 1e-6)
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise UserError(f"the checkpoint's config has rms_norm_eps={value!r}: a number is needed there")
     return float(value)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan
-from engram_graft.pretrained import Pretrained, epsilon, layer_numbers, number
+from engram_graft.pretrained import MAX_ORDER, Pretrained, epsilon, layer_numbers, number
 from engram_graft.weights import Weights
 
 LAYERS = "ple_layer_ids"  # counted from 1
@@ -41,10 +41,10 @@ _TABLE = "ple_embedding.ngram_embedding"
 def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     """The memory of a checkpoint whose text config is `text`. Raises `UserError` where that says no memory."""
     layers = [layer - 1 for layer in sorted(set(layer_numbers(text, LAYERS)))]
-    width, size = number(text, "hidden_size"), number(text, "ngram_size", default=3)
-    heads, embed = number(text, "heads_per_ngram", default=8), number(text, "ple_embed_dim", default=width)
+    width, size = number(text, "hidden_size", least=1), number(text, "ngram_size", default=3, least=2, most=MAX_ORDER)
+    heads, embed = number(text, "heads_per_ngram", default=8, least=1), number(text, "ple_embed_dim", default=width)
     eos = text.get("eos_token_id")
-    if size < 2 or heads < 1 or embed % ((size - 1) * heads):
+    if embed % ((size - 1) * heads):
         raise UserError(
             f"the checkpoint's config has ple_embed_dim={embed}, which {size - 1} orders of {heads} heads cannot share"
         )
@@ -87,8 +87,8 @@ def read(text: Mapping[str, Any], weights: Weights) -> Pretrained:
     def rows(index: int) -> Iterator[Tensor]:
         return (piece.float() for shard in shards[index] for piece in weights.pieces(shard))
 
-    counts = [sum(weights.shape(shard)[0] for shard in of_layer) for of_layer in shards]
-    return Pretrained(config, width, number(text, "vocab_size"), dense, rows, counts, integers, faults)
+    counts = [sum(weights.rows(shard) for shard in of_layer) for of_layer in shards]
+    return Pretrained(config, width, number(text, "vocab_size", least=1), dense, rows, counts, integers, faults)
 
 
 def _shards(leaves: Mapping[str, str]) -> list[str]:
@@ -105,7 +105,7 @@ def _shard_faults(weights: Weights, shards: list[str], head_dim: int) -> list[st
     if of_parts and (len(of_parts) != len(shards) or not of_parts[-1].endswith(f".shard_{len(of_parts) - 1}.weight")):
         faults.append(f"the shards of its table are not 0 to {len(of_parts) - 1}, each once: the last is {of_parts[-1]}")
     for name in shards:
-        faults += weights.misfits({"": name}, {"": (weights.shape(name)[0], head_dim)}, {})
+        faults += weights.misfits({"": name}, {"": (weights.rows(name), head_dim)}, {})
     return faults
 
 

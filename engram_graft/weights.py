@@ -71,6 +71,10 @@ class Weights:
     def shape(self, name: str) -> list[int]:
         return list(self._slice(name).get_shape())
 
+    def rows(self, name: str) -> int:
+        """Of a tensor, in its first dimension; none of a single number."""
+        return next(iter(self.shape(name)), 0)
+
     def kind(self, name: str) -> str:
         """The dtype as the file has it: "F32", "F8_E4M3"."""
         return str(self._slice(name).get_dtype())

@@ -466,6 +466,7 @@ PLE = "model.layers.0.ple."
         (lambda t: t[f"{PLE}ple_embedding.ngram_heads_vocab_sizes"].zero_(), ["moduli go from 0"]),
         (lambda t: t.update({f"{PLE}value_proj.weight": torch.zeros(16, 32, dtype=torch.int8)}), ["is I8", "F32 or BF16"]),
         (lambda t: t[f"{PLE}ple_embedding.ngram_embedding.shard_0.weight"].fill_(torch.nan), ["not finite"]),
+        (lambda t: t.update({f"{PLE}ple_embedding.ngram_embedding.shard_0.weight": torch.tensor(1.0)}), ["is [], its config"]),
         (lambda t: t[f"{PLE}key_proj.weight"].fill_(torch.inf), ["key_proj.weight is not finite"]),
         (lambda t: [t.pop(name) for name in list(t) if "layers.1.ple" in name], ["front of layers [0, 1]", "[0]"]),
     ],
@@ -499,6 +500,35 @@ def test_an_index_is_read_but_not_out_of_the_directory_and_other_shards_need_not
     (directory / INDEX).write_text(json.dumps({"weight_map": names | {f"{PLE}norm_key.weightx": "a.safetensors"}}))
     (directory / "a.safetensors").write_bytes((directory / "a.safetensors").read_bytes()[:-9])
     assert "corrupt or truncated" in refusal(lambda: import_memory(directory, bare(model), tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ngram_size", 10**9),
+        ("ngram_size", 1),
+        ("heads_per_ngram", 10**9),
+        ("heads_per_ngram", True),
+        ("vocab_size", 0),
+        ("ple_layer_ids", [0]),
+        ("ple_layer_ids", "1"),
+        ("eos_token_id", None),
+        ("eos_token_id", [[1]]),
+        ("rms_norm_eps", "x"),
+        ("hidden_size", -16),
+        ("ngram_vocab_size_base", 10**15),
+        ("seed", -1),
+        ("hc_count", 10**9),
+        ("ple_conv_kernel_size", 10**12),
+    ],
+)
+def test_a_config_that_says_nonsense_is_refused_at_once(
+    native: tuple[PreTrainedModel, Path], tokenizer: Any, key: str, value: object
+) -> None:
+    model, directory = native
+    config = json.loads((directory / "config.json").read_text()) | {key: value}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert refusal(lambda: import_memory(directory, bare(model), tokenizer))
 
 
 def test_what_is_no_memory_is_refused_with_what_is_known(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
