@@ -15,6 +15,7 @@ HELP_END = examples(
     "engram-graft export runs/demo --output runs/demo-merged",
     "engram-graft export runs/demo --output m --dtype bfloat16 --table-dtype float8 --json",
     "engram-graft export runs/demo --output pack --adapter-only",
+    "engram-graft export runs/qwen --output ple --layout qwen4_exp",
 )
 
 
@@ -25,6 +26,9 @@ def command(
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     tables: Annotated[str, typer.Option(help="sparse: the learned rows; dense: every row.")] = "sparse",
     table_dtype: Annotated[str | None, typer.Option(help="Of the tables: float32, bfloat16, float16 or float8.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Only the memory, as checkpoints of qwen4_exp or deepseek_v41 have it.")
+    ] = None,
     adapter_only: Annotated[bool, typer.Option(help="The memory and LoRA without the base, as a graft directory.")] = False,
     table_tier: TableTier = None,
     table_dir: TableDir = None,
@@ -37,10 +41,12 @@ def command(
 
     quiet()
     require_free(output)
+    if layout is not None:
+        _refuse_beside("--layout", dtype=dtype, table_dtype=table_dtype, adapter_only=adapter_only, tables=tables != "sparse")
+        _as_layout(directory, layout, output, json)
+        return
     if adapter_only:
-        for option, value in (("--dtype", dtype), ("--tables dense", tables != "sparse")):
-            if value:
-                raise UserError(f"{option} with --adapter-only: no base is written and tables are sparse; leave it out")
+        _refuse_beside("--adapter-only", dtype=dtype, tables=tables != "sparse")
         report = _memory_alone(directory, output, table_dtype, device, table_tier, table_dir)
     else:
         report = _merged(directory, output, dtype, max_shard_size, tables, table_dtype, device, table_tier, table_dir)
@@ -52,6 +58,27 @@ def command(
     if "max_difference" in report:
         print_difference(report)
     print(f"open      {_call(output, adapter_only)}")
+
+
+def _refuse_beside(option: str, **others: Any) -> None:
+    for name, given in others.items():
+        if given:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with {option}: leave one of them out")
+
+
+def _as_layout(directory: str, layout: str, output: str, json: bool) -> None:
+    from engram_graft.layouts import write_layout
+
+    report = write_layout(directory, layout, output)
+    if json:
+        emit(report)
+        return
+    print(
+        f"written   {output}: {report['bytes'] / 1e6:.1f} MB, layers {report['layers']}, {report['rows']:,} rows as {layout} has them"
+    )
+    print(f"rounding  {report['rounding']:.2g} at most of a number written")
+    if report["adapter"]:
+        print("lora      not written: the layout holds the memory alone")
 
 
 def print_difference(report: dict[str, Any]) -> None:

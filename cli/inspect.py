@@ -55,7 +55,7 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
 
 def _base(name: str, layers: list[int], settings: list[str]) -> dict[str, Any]:
     from engram_graft.bases import load_config, load_tokenizer
-    from engram_graft.compress import compress, extend_lookup
+    from engram_graft.compress import compress, lookup_of
     from engram_graft.config import EngramConfig
     from engram_graft.plan import plan_hashes
     from engram_graft.recipe import parse_setting
@@ -67,7 +67,7 @@ def _base(name: str, layers: list[int], settings: list[str]) -> dict[str, Any]:
             f"layer {max(config.layer_ids)} does not exist: {name} has layers 0 to {base.num_hidden_layers - 1} (counted from 0)"
         )
     token_map = compress(load_tokenizer(name))
-    plan = plan_hashes(config, extend_lookup(token_map, base.vocab_size), token_map.size, 0)
+    plan = plan_hashes(config, *lookup_of(config.addresses, token_map, base.vocab_size), 0)
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[config.dtype]
     embed, width = config.orders * config.n_embed_per_ngram, base.hidden_size
     dense = width * (embed * (config.hc_mult + 1) + 2 * config.hc_mult)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_graft.bases import check_base, fingerprint, load_base
-from engram_graft.compress import TokenMap, compress, extend_lookup
+from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError, first_line
 from engram_graft.files import (
@@ -118,7 +118,7 @@ def load_graft(
     if described["base"]["fingerprint"] is not None:  # what an export's own code saved again has none: its files are its base
         check_base(model, described["base"]["fingerprint"])
     embedding_rows = embedding_weight(model).shape[0]
-    if not np.array_equal(plan.lookup, extend_lookup(token_map, embedding_rows)):
+    if not np.array_equal(plan.lookup, lookup_of(config.addresses, token_map, embedding_rows)[0]):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
     require_bare(model)
     if ADAPTER_FILE in described["files"]:

@@ -17,21 +17,18 @@ def encode(values: Tensor, code: str) -> dict[str, Tensor]:
     """`values` `[n, dim]` as they are stored: "values" and, for float8, "scale" (e8m0, `[n, scales(dim)]`)."""
     if code != "float8":
         return {"values": values.to(CODES[code])}
-    wide = values.float()
-    padded = torch.nn.functional.pad(wide, (0, scales(wide.shape[1]) * GROUP - wide.shape[1]))
-    largest = padded.unflatten(1, (-1, GROUP)).abs().amax(-1)  # (n, scales)
-    # the smallest power of two that brings the group's largest value into range
-    scale = torch.exp2((largest / LARGEST).clamp_min(2.0**-120).log2().ceil()).to(torch.float8_e8m0fnu)
-    return {"values": (wide / _spread(scale, wide)).to(torch.float8_e4m3fn), "scale": scale}
+    # the smallest scale that reaches a group's largest value, so that what was decoded comes back as it was
+    padded = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % GROUP))
+    mantissa, exponent = padded.unflatten(1, (-1, GROUP)).abs().amax(-1).frexp()  # largest = mantissa * 2^exponent
+    exponent = torch.where(mantissa > LARGEST / 512, exponent - 8, exponent - 9).clamp(-127, 127)  # 448 is 0.875 * 2^9
+    scaled = padded.unflatten(1, (-1, GROUP)).ldexp(-exponent[..., None]).flatten(1)[:, : values.shape[1]]
+    scale = (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return {"values": scaled.to(torch.float8_e4m3fn), "scale": scale}
 
 
 def decode(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What `encode` stored, `[..., dim]` with scales `[..., scales(dim)]`, in `dtype`."""
     if scale is None:
         return values.to(dtype)
-    return (values.float() * _spread(scale, values)).to(dtype)
-
-
-def _spread(scale: Tensor, values: Tensor) -> Tensor:
-    """Each scale over its channels."""
-    return scale.float().repeat_interleave(GROUP, -1)[..., : values.shape[-1]]
+    spread = scale.float().repeat_interleave(GROUP, -1)[..., : values.shape[-1]]
+    return (values.float() * spread).to(dtype)

@@ -65,6 +65,13 @@ def compress(tokenizer: PreTrainedTokenizerBase) -> TokenMap:
     return TokenMap(lookup, len(first), tuple(keys))
 
 
+def lookup_of(addresses: str, token_map: TokenMap, embedding_rows: int) -> tuple[np.ndarray, int]:
+    """The look-up of a memory, int64 `[max(V, embedding_rows)]`, and the number of ids that bounds its multipliers."""
+    if addresses == "qwen4_exp":  # ids as they are
+        return np.arange(max(len(token_map.lookup), embedding_rows), dtype=np.int64), embedding_rows
+    return extend_lookup(token_map, embedding_rows), token_map.size
+
+
 def extend_lookup(token_map: TokenMap, embedding_rows: int) -> np.ndarray:
     """int64 `[max(V, embedding_rows)]`: the look-up for every id the model can be fed.
 

@@ -4,6 +4,7 @@ Names follow the Engram paper (arXiv 2601.07372) and its demo. `layer_ids` are 0
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from engram_graft.errors import UserError
 GATES = ("signed_sqrt", "sigmoid")
 ZERO_INITS = ("value", "table")
 DTYPES = ("float32", "bfloat16", "float16")
+ADDRESSES = ("engram", "qwen4_exp")
+GATE_EPS = 2.0**-23  # the demo's: float32's own, in every dtype
+CONV_EPS = 1e-5  # the demo's
 LAYER_SEED_STRIDE = 10007  # the demo's: layer l draws from seed + 10007 * l
 
 
@@ -39,6 +43,10 @@ class EngramConfig:
         dtype: dtype of the memory's parameters and arithmetic; the result is cast to the base's.
         seed: of multipliers and initial values.
         pad_id: token id that positions before the text's start are read as; None takes the tokenizer's pad, else eos, else 0.
+        addresses: "engram" (the paper's: compressed ids) or "qwen4_exp" (transformers' model of that name: ids as they are; what lies
+            behind an end of text reads as one, and `pad_id` is its id, by default the base's).
+        gate_eps: of the norms of key and query.
+        conv_eps: of the norm before the convolution.
     """
 
     layer_ids: tuple[int, ...] = (2, 6)
@@ -58,6 +66,9 @@ class EngramConfig:
     dtype: str = "float32"
     seed: int = 0
     pad_id: int | None = None
+    addresses: str = "engram"
+    gate_eps: float = GATE_EPS
+    conv_eps: float = CONV_EPS
 
     def __post_init__(self) -> None:
         for name in ("layer_ids", "engram_vocab_size"):
@@ -70,7 +81,7 @@ class EngramConfig:
         for name in ("bias", "conv", "whole_ngrams", "seen_filter"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be true or false")
-        for name, allowed in (("gate", GATES), ("zero_init", ZERO_INITS), ("dtype", DTYPES)):
+        for name, allowed in (("gate", GATES), ("zero_init", ZERO_INITS), ("dtype", DTYPES), ("addresses", ADDRESSES)):
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         if not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids) or min(self.layer_ids) < 0:
@@ -95,6 +106,14 @@ class EngramConfig:
             raise UserError(f"seed={self.seed}: must be from 0 to 2147483647")
         if not isinstance(self.ngram_dropout, int | float) or not 0 <= self.ngram_dropout < 1:
             raise UserError(f"ngram_dropout={self.ngram_dropout!r}: must be from 0 to below 1")
+        for name in ("gate_eps", "conv_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise UserError(f"{name}={value!r}: must be a number above 0, e.g. 1e-6")
+        if self.addresses == "qwen4_exp" and len(set(self.engram_vocab_size)) > 1:
+            raise UserError(
+                f"engram_vocab_size={list(self.engram_vocab_size)} with addresses='qwen4_exp': one number there for every order"
+            )
         if max(self.engram_vocab_size) > 10**10:
             raise UserError(f"engram_vocab_size={list(self.engram_vocab_size)}: at most 10000000000 rows a head")
         if self.n_embed_per_ngram % self.n_head_per_ngram:
@@ -119,6 +138,11 @@ class EngramConfig:
     def head_dim(self) -> int:
         """Channels of one row."""
         return self.n_embed_per_ngram // self.n_head_per_ngram
+
+    @property
+    def resets(self) -> bool:
+        """Whether an n-gram ends where it meets the token `pad_id`: the end of a text."""
+        return self.addresses == "qwen4_exp"
 
     @property
     def conv_reach(self) -> int:

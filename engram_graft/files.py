@@ -155,5 +155,5 @@ def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) 
                 f"{directory}: hash.{name} has shape {list(tensors[f'hash.{name}'].shape)}, the config asks for another"
             )
     arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
-    plan = HashPlan(arrays["multipliers"], arrays["primes"], arrays["offsets"], arrays["lookup"], int(arrays["pad"]))
-    return plan
+    multipliers, primes, offsets, lookup = (arrays[name] for name in ("multipliers", "primes", "offsets", "lookup"))
+    return HashPlan(multipliers, primes, offsets, lookup, int(arrays["pad"]), config.resets)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engram_graft.encode import IGNORED, Collator
+from engram_graft.fresh import fresh_layer
 from engram_graft.grafted import find_graft, memories
 from engram_graft.layer import Engram
 from engram_graft.locate import locate, unwrap
 from engram_graft.modes import no_learning
 from engram_graft.scoring import keeps_logits
-from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 TOKENS = 512  # of a call, or one text

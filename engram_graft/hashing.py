@@ -1,7 +1,8 @@
 """Addresses: from token ids to table rows. Deterministic integers, so the rows of a text are known before the model runs.
 
 Mix of order n at position t: XOR over k < n of `compressed[t-k] * multiplier[k]` in wrapping int64; the row of a head is the mix
-modulo that head's own prime, plus the head's offset in its layer's table. Source: `NgramHashMapping` of the Engram demo.
+modulo that head's own prime, plus the head's offset in its layer's table. Source: `NgramHashMapping` of the Engram demo; the end of
+text that an n-gram does not reach over is that of transformers' `qwen4_exp`.
 Two implementations, pinned bit-equal by tests: `HashPlan.rows` on the host (numpy) and `NgramHash` in the model (torch, any device).
 """
 
@@ -24,6 +25,7 @@ class HashPlan:
         offsets: int64 `[layers, (N-1)*heads]`, where each head starts in its layer's table.
         lookup: int64 `[V]`, compressed id of every token id the model can be fed.
         pad: compressed id that positions before the text's start are read as.
+        resets: whether the id `pad` ends a text wherever it comes: what lies behind it is read as it, and it is its own text's last.
     """
 
     multipliers: np.ndarray
@@ -31,6 +33,7 @@ class HashPlan:
     offsets: np.ndarray
     lookup: np.ndarray
     pad: int
+    resets: bool = False
 
     @property
     def table_rows(self) -> list[int]:
@@ -43,6 +46,9 @@ class HashPlan:
         padded = np.concatenate([np.full((*compressed.shape[:-1], self._context), self.pad), compressed], -1)
         length = compressed.shape[-1]
         tokens = [padded[..., self._context - k : self._context - k + length, None] for k in range(self._context + 1)]
+        if self.resets:
+            for k in range(2, self._context + 1):  # one that is the pad itself reads as the pad in any case
+                tokens[k] = np.where(tokens[k - 1] == self.pad, self.pad, tokens[k])
         heads = self.primes.shape[1] // self._context
         rows = []
         with np.errstate(over="ignore"):  # the wrap-around is the hash
@@ -72,21 +78,25 @@ class NgramHash(nn.Module):
         for name in ("lookup", "multipliers", "primes", "offsets"):
             self.register_buffer(name, torch.from_numpy(getattr(plan, name).copy()))
         self.register_buffer("pad", torch.tensor(plan.pad))
+        self.resets = plan.resets
 
     @property
     def plan(self) -> HashPlan:
         """The same integers for the host path."""
         arrays = {name: getattr(self, name).cpu().numpy() for name in ("multipliers", "primes", "offsets", "lookup")}
-        return HashPlan(**arrays, pad=int(self.pad))
+        return HashPlan(**arrays, pad=int(self.pad), resets=self.resets)
 
     def forward(self, compressed: Tensor, window: Window) -> Tensor:
         """int64 rows `[B, T, layers, (N-1)*heads]` of the window's last T positions; `compressed` is `[B, past + T]`."""
         orders = self.multipliers.shape[1] - 1
         moduli = self.primes.unflatten(1, (orders, -1))  # (L, orders, heads)
         mix = window.back(compressed, 0, self.pad)[..., None] * self.multipliers[:, 0]  # (B, T, L)
-        mixes = []
+        mixes, nearer = [], None
         for n in range(1, orders + 1):
-            mix = mix ^ (window.back(compressed, n, self.pad)[..., None] * self.multipliers[:, n])
+            token = window.back(compressed, n, self.pad)
+            if self.resets:
+                token = nearer = token if nearer is None else torch.where(nearer == self.pad, self.pad, token)
+            mix = mix ^ (token[..., None] * self.multipliers[:, n])
             mixes.append(mix)
         rows = torch.remainder(torch.stack(mixes, -1)[..., None], moduli)  # (B, T, L, orders, heads): nearly all of the time
         return rows.add_(self.offsets.view_as(moduli)).flatten(-2)

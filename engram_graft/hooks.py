@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from engram_graft.compress import TokenMap, compress, extend_lookup
+from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
+from engram_graft.fresh import fresh_layer
 from engram_graft.grafted import Graft, find_graft, grafts, require_bare, require_grafts, switched_off
 from engram_graft.hashing import HashPlan
-from engram_graft.locate import Located, dry_run, embedding_weight, locate
+from engram_graft.locate import Located, dry_run, embedding_weight, end_of_text, locate
 from engram_graft.mapped import Mapped
 from engram_graft.params import adapter_names, base_name, is_memory
 from engram_graft.plan import plan_hashes
 from engram_graft.recall import DEFAULT, child, install, put, uninstall
 from engram_graft.storage import Resident
-from engram_graft.table import fresh_layer
 
 
 def graft(
@@ -56,13 +56,19 @@ def graft(
         raise UserError(f"tokenizer is a {type(tokenizer).__name__}: pass the base's, from AutoTokenizer.from_pretrained")
     located = locate(model)
     token_map = compress(tokenizer)
-    lookup = extend_lookup(token_map, embedding_weight(model).shape[0])
-    pads = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    pad_id = next(pad for pad in pads if pad is not None)
+    lookup, ids = lookup_of(config.addresses, token_map, embedding_weight(model).shape[0])
+    pads: tuple[int | None, ...] = (config.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    if config.resets:
+        pads = (config.pad_id, end_of_text(located), tokenizer.eos_token_id)
+    pad_id = next((pad for pad in pads if pad is not None), None)
+    if pad_id is None:
+        raise UserError(
+            f"addresses={config.addresses!r}: neither base nor tokenizer has an end of text (eos); give its id as pad_id"
+        )
     if pad_id >= len(lookup):
         raise UserError(f"pad_id={pad_id}: the tokenizer and the model know ids 0 to {len(lookup) - 1}")
     storage = Resident() if table_dir is None else Mapped(table_dir)
-    attach(located, config, plan_hashes(config, lookup, token_map.size, pad_id), token_map, storage)
+    attach(located, config, plan_hashes(config, lookup, ids, pad_id), token_map, storage)
     return model
 
 

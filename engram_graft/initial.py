@@ -8,7 +8,7 @@ from torch import Tensor
 from engram_graft.config import LAYER_SEED_STRIDE, EngramConfig
 
 _WORD = 2**64
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's (Steele, Lea, Flood 2014)
+GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's (Steele, Lea, Flood 2014)
 
 
 def row_seed(config: EngramConfig, layer_id: int) -> int | None:
@@ -23,7 +23,7 @@ def initial_rows(rows: Tensor, dim: int, seed: int, dtype: torch.dtype) -> Tenso
     so that every device, dtype and version of torch gives the same.
     """
     channels = rows[..., None] * dim + torch.arange(dim, device=rows.device)
-    word = channels * _signed(_GAMMA) + _signed(_mixed(seed))
+    word = channels * _signed(GAMMA) + _signed(splitmix64(seed))
     word = _folded(_folded(_folded(word, 30) * _signed(_FIRST), 27) * _signed(_SECOND), 31)
     total = torch.stack([(word >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]).sum(0) - 2 * 0xFFFF
     deviation = math.sqrt(4 * (2**32 - 1) / 12)
@@ -41,9 +41,9 @@ def _folded(word: Tensor, shift: int) -> Tensor:
     return word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))
 
 
-def _mixed(word: int) -> int:
+def splitmix64(word: int) -> int:
     """SplitMix64's next output from the state `word`."""
-    word = (word + _GAMMA) % _WORD
+    word = (word + GAMMA) % _WORD
     word = (word ^ (word >> 30)) * _FIRST % _WORD
     word = (word ^ (word >> 27)) * _SECOND % _WORD
     return word ^ (word >> 31)

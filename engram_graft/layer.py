@@ -19,9 +19,6 @@ from engram_graft.window import Window
 if TYPE_CHECKING:
     from engram_graft.table import EngramTable
 
-GATE_EPS = torch.finfo(torch.float32).eps  # of the key and query norms, in every dtype, as in the demo
-CONV_EPS = 1e-5
-
 
 class Projection(nn.Module):
     """A linear map that is no `nn.Linear`, so that PEFT's "all-linear" and quantizers leave it alone."""
@@ -45,11 +42,11 @@ class ShortConv(nn.Module):
         super().__init__()
         self.norm = nn.Parameter(torch.ones(config.hc_mult, width, dtype=dtype, device=device))
         self.weight = nn.Parameter(torch.empty(config.hc_mult * width, 1, config.kernel_size, dtype=dtype, device=device))
-        self.dilation = config.max_ngram_size
+        self.dilation, self.eps = config.max_ngram_size, config.conv_eps
 
     def normed(self, values: Tensor) -> Tensor:
         """Values `[B, T, G, D]`, normed: what the taps read, and what a cached decode has to remember."""
-        return F.rms_norm(values, values.shape[-1:], eps=CONV_EPS) * self.norm
+        return F.rms_norm(values, values.shape[-1:], eps=self.eps) * self.norm
 
     def forward(self, normed: Tensor, window: Window) -> Tensor:
         """`normed` `[B, past + T, G, D]` to `[B, T, G, D]`."""
@@ -129,7 +126,7 @@ class Engram(nn.Module):
 
     def gate(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """How far each stream lets its look-up in: `[B, T, G, 1]` in (0, 1), from `[B, T, E]` and `[B, T, G, D]`."""
-        width = hidden.shape[-1:]
+        width, eps = hidden.shape[-1:], self.config.gate_eps
         # one product a stream, as the demo has it: fused, they round otherwise, and the root's slope at 0 shows it
         if len(self.key_norm) == 1:
             keys = self.key_proj(embeddings)[..., None, :]
@@ -137,8 +134,8 @@ class Engram(nn.Module):
             weights, bias = self.key_proj.weight.unflatten(0, self.key_norm.shape), self.key_proj.bias
             biases = [None] * len(weights) if bias is None else bias.unflatten(0, self.key_norm.shape)
             keys = torch.stack([F.linear(embeddings, w, b) for w, b in zip(weights, biases, strict=True)], -2)
-        keys = F.rms_norm(keys, width, eps=GATE_EPS) * self.key_norm
-        query = F.rms_norm(hidden, width, eps=GATE_EPS) * self.query_norm
+        keys = F.rms_norm(keys, width, eps=eps) * self.key_norm
+        query = F.rms_norm(hidden, width, eps=eps) * self.query_norm
         score = (keys * query).sum(-1, keepdim=True) / math.sqrt(width[0])
         if self.config.gate == "signed_sqrt":
             score = score.abs().clamp_min(1e-6).sqrt() * score.sign()

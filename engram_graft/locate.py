@@ -74,10 +74,16 @@ def embedding_weight(model: nn.Module) -> Tensor:
     return weight
 
 
+def end_of_text(located: Located) -> int | None:
+    """The token id that ends a text, as the base's config has it; the first of several."""
+    eos = getattr(located.decoder, "config", located.base.config).get_text_config(decoder=True).eos_token_id
+    return next(iter(eos), None) if isinstance(eos, list) else eos
+
+
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What a two-token dry run saw. Args: width: channels of a residual stream; streams: hc_mult; keywords: whether the decoder
-    hands unknown keywords on to its layers."""
+    """What a two-token dry run saw. Args: width: channels of a residual stream; streams: hc_mult, side by side or in a dimension of
+    their own; keywords: whether the decoder hands unknown keywords on to its layers."""
 
     width: int
     streams: int
@@ -120,8 +126,12 @@ def dry_run(located: Located) -> Stream:
         run(keyword=False)
     if [index for index, _, _ in seen] != list(range(len(seen))) or not seen:
         raise UserError(f"{type(located.base).__name__}: its layers ran in the order {[s[0] for s in seen]}, not one by one")
-    shape = seen[0][1]
-    return Stream(shape[-1], 1 if len(shape) == 3 else shape[2], all(passed for _, _, passed in seen))
+    shape, keywords = seen[0][1], all(passed for _, _, passed in seen)
+    if len(shape) > 3:
+        return Stream(shape[-1], shape[2], keywords)
+    hidden = getattr(getattr(located.decoder, "config", located.base.config).get_text_config(decoder=True), "hidden_size", 0)
+    streams = shape[-1] // hidden if hidden and shape[-1] % hidden == 0 else 1  # qwen4_exp has its streams side by side
+    return Stream(shape[-1] // streams, streams, keywords)
 
 
 def _accelerators(model: nn.Module) -> list[torch.device]:

@@ -91,4 +91,4 @@ def _no_plan(config: EngramConfig, ids: int) -> HashPlan:
     """Integers of the right shapes, to be overwritten by the files'."""
     heads = np.ones((len(config.layer_ids), config.heads), dtype=np.int64)
     multipliers = np.ones((len(config.layer_ids), config.max_ngram_size), dtype=np.int64)
-    return HashPlan(multipliers, heads, np.zeros_like(heads), np.zeros(ids, dtype=np.int64), 0)
+    return HashPlan(multipliers, heads, np.zeros_like(heads), np.zeros(ids, dtype=np.int64), 0, config.resets)

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from engram_graft.output import new_directory
 _KEPT = (ADAPTER_FILE, ADAPTER_CONFIG, "recipe.yaml", "identity.json", "probes.json")
 
 
-def repack(source: str | Path, output: str | Path, table_dtype: str | None = None) -> dict[str, int]:
+def repack(source: str | Path, output: str | Path, table_dtype: str | None = None) -> dict[str, Any]:
     """Write the memory in `source`, a graft or merged directory, and the LoRA adapter if it is apart, as a graft directory of its own.
 
     Its base is the one that `source` names, or, where LoRA was merged into that or its weights were cast, `source` itself.
@@ -23,7 +24,7 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         table_dtype: of the tables' values, one of `codes.CODES`; by default as the memory computes, bit for bit.
 
     Returns:
-        {"bytes": on disk, "table_bytes": of the tables, "parameters": of the memory}.
+        {"layers", "rows": in all tables, "bytes": on disk, "table_bytes": of the tables}.
 
     Raises:
         UserError: `source` is no graft, or damaged, or `output` is not empty.
@@ -31,7 +32,7 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
     source = Path(source)
     if table_dtype is not None and table_dtype not in CODES:
         raise UserError(f"table_dtype={table_dtype!r}: must be one of {', '.join(CODES)}")
-    described, config, tensors, _ = read_graft(source)
+    described, config, tensors, plan = read_graft(source)
     code = table_dtype or config.dtype
     coded, tables = _coded(tensors, code)
     base = dict(described["base"])
@@ -52,9 +53,10 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         ):
             raise PromiseError(f"{output}: what was read back is not what was written")
         return {
+            "layers": list(config.layer_ids),
+            "rows": sum(plan.table_rows),
             "bytes": sum(path.stat().st_size for path in target.iterdir()),
             "table_bytes": sum(tensor.nbytes for tensor in tables.values()),
-            "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
         }
 
 

@@ -6,17 +6,15 @@ these alone.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
-from engram_graft.initial import initial_rows, row_seed
-from engram_graft.layer import Engram
+from engram_graft.initial import initial_rows
 from engram_graft.read_ahead import in_background
 from engram_graft.storage import Resident
 
@@ -183,6 +181,21 @@ class EngramTable(nn.Module):
             self._mark(at)
 
     @torch.no_grad()
+    def load_all(self, pieces: Iterable[Tensor]) -> None:
+        """Make every row one that was looked up, with the values that `pieces`, `[n, head_dim]` each, give in order. Raises `UserError`
+        when they are not as many, or not finite."""
+        start, total = 0, len(self.weight)
+        for piece in pieces:
+            if not bool(piece.isfinite().all()) or start + len(piece) > total:
+                raise UserError(f"rows {start} to {start + len(piece) - 1} of {total} are not finite, or too many")
+            self.weight[start : start + len(piece)] = piece.to(self.weight.device)
+            start += len(piece)
+        if start != total:
+            raise UserError(f"{start} rows were given, the table has {total}")
+        self.seen.fill_(255)
+        self.seen[-1] = 2 ** ((total - 1) % 8 + 1) - 1  # no row beyond the last
+
+    @torch.no_grad()
     def saved_rows(self) -> tuple[Tensor, Tensor]:
         """What `load_rows` takes: the rows looked up, sorted, and their values."""
         rows = self.seen_rows()
@@ -247,25 +260,6 @@ def set_bits(array: Tensor) -> Tensor:
     bits = (array[filled, None] >> torch.arange(8, dtype=torch.uint8, device=array.device)) & 1
     byte, bit = bits.nonzero(as_tuple=True)
     return filled[byte] * 8 + bit
-
-
-def fresh_layer(
-    config: EngramConfig, index: int, rows: int, width: int, device: torch.device, storage: Resident | None = None
-) -> Engram:
-    """A fresh memory of layer `config.layer_ids[index]`, with a table of `rows` rows in `storage` (in memory by default)."""
-    layer_id = config.layer_ids[index]
-    table = EngramTable(
-        rows,
-        config.head_dim,
-        config.n_head_per_ngram,
-        config.seen_filter,
-        getattr(torch, config.dtype),
-        device,
-        row_seed(config, layer_id),
-        storage,
-        f"layer{layer_id}",
-    )
-    return Engram(config, index, table, width, device)
 
 
 def _pairs(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -46,6 +46,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], list[str]]] = [
     ({"pad_id": "<pad>"}, ["pad_id='<pad>'"]),
     ({"pad_id": True}, ["pad_id=True"]),
     ({"zero_init": "table", "bias": True}, ["zero_init='table'", "bias=true"]),
+    ({"addresses": "raw"}, ["addresses='raw'", "engram, qwen4_exp"]),
+    ({"addresses": "qwen4_exp", "engram_vocab_size": (50, 60)}, ["engram_vocab_size=[50, 60]", "one number"]),
+    ({"gate_eps": 0}, ["gate_eps=0"]),
+    ({"conv_eps": "1e-6"}, ["conv_eps='1e-6'"]),
 ]
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engram_graft.compress import TokenMap, extend_lookup
-from engram_graft.config import EngramConfig
+from engram_graft.config import CONV_EPS, EngramConfig
+from engram_graft.fresh import fresh_layer
 from engram_graft.hashing import HashPlan, NgramHash
-from engram_graft.layer import CONV_EPS, Engram
+from engram_graft.layer import Engram
 from engram_graft.plan import plan_hashes
-from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 DATA = Path(__file__).parent / "data"

@@ -181,3 +181,68 @@ def test_the_integers_are_state_and_are_read_back_not_drawn_again() -> None:
     for name, value in vars(other.plan).items():
         assert np.array_equal(value, getattr(made, name)) and getattr(value, "dtype", np.int64) == np.int64, name
     assert np.array_equal(other.plan.rows(np.array(IDS)), made.rows(np.array(IDS)))
+
+
+def test_the_pins_of_qwen4_exp_and_of_deepseek_v41_hold() -> None:
+    """Origin: their released configs (248,320 ids; 99,092 compressed ids) and tables."""
+    qwen = EngramConfig(layer_ids=(1, 4), engram_vocab_size=(20_000_000,) * 2, addresses="qwen4_exp", seed=1234)
+    made = plan_hashes(qwen, np.arange(248_320), 248_320, 0)
+    assert made.multipliers[0].tolist() == [23703573157769, 20109073645365, 8052911324071]
+    first, second = made.primes.tolist()
+    assert first[:3] == [20000003, 20000023, 20000033] and first[-1] == 20000171 and second[0] == 20000213
+    assert made.resets and made.pad == 0
+    deepseek = EngramConfig(layer_ids=(1, 14), max_ngram_size=4, engram_vocab_size=(16_000_000,) * 3)
+    made = plan_hashes(deepseek, np.arange(99_092), 99_092, 2)
+    assert made.multipliers.tolist() == [
+        [76632096046245, 4839876093313, 35959672319349, 73987337458391],
+        [67716810739261, 51510806800915, 30921347202721, 82619226485591],
+    ]
+    assert made.table_rows == [384_006_168, 384_016_682] and not made.resets
+
+
+def resetting_plan(pad: int = 3) -> HashPlan:
+    """Of 5-grams, so that several ends of text fit into one; its wrapping multipliers tell every token from every other."""
+    made = plan(12, pad, max_ngram_size=5, engram_vocab_size=(211,) * 4, addresses="qwen4_exp")
+    return dataclasses.replace(made, multipliers=np.array([WRAPPING[:5], WRAPPING[1:]]))
+
+
+def texts(ids: list[int], end: int) -> list[list[int]]:
+    """The ids cut behind each end of text."""
+    found: list[list[int]] = [[]]
+    for token in ids:
+        found[-1].append(token)
+        if token == end:
+            found.append([])
+    return [text for text in found if text]
+
+
+@pytest.mark.parametrize("ids", [IDS, [3, *IDS, 3, 3, 1, 3], [3], [5, 3], [3, 3, 3, 3, 3, 3, 3], [1, 2, 4, 5, 6, 7]])
+def test_an_end_of_text_is_its_own_texts_last_token_and_nothing_reaches_over_it(ids: list[int]) -> None:
+    made = resetting_plan()
+    alone = np.concatenate([dataclasses.replace(made, resets=False).rows(np.array(text)) for text in texts(ids, 3)])
+    assert np.array_equal(made.rows(np.array(ids)), alone)
+    assert np.array_equal(made.rows(np.array([[ids, ids]]))[0, 1], alone)
+    assert np.array_equal(tensor_rows(made, ids), alone)
+    reaching = dataclasses.replace(made, resets=False).rows(np.array(ids))
+    assert np.array_equal(reaching, alone) == (len(texts(ids, 3)) == 1 or set(ids) == {3}), "control"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_an_end_of_text_holds_in_a_cached_decode_in_chunks_under_padding_and_in_packed_rows(size: int) -> None:
+    made, ids = resetting_plan(), [3, 5, 1, 3, 7, 0, 3, 3, 2, 11, 5, 3, 1, 2]
+    hashed, whole, length = NgramHash(made), torch.from_numpy(made.rows(np.array(ids))), len(ids)
+    compressed = torch.tensor([ids])
+    for past in range(0, length, size):
+        now = min(size, length - past)
+        assert torch.equal(hashed(compressed[:, : past + now], Window(past, now))[0], whole[past : past + now]), past
+    before = [3, 1, 4, 8]
+    row = torch.tensor([[*before, *ids]])
+    valid = torch.tensor([[False] * 4 + [True] * length])
+    segment = torch.tensor([[0] * 4 + [1] * length])
+    for window in (Window(0, 4 + length, valid=valid), Window(0, 4 + length, segment=segment)):
+        assert torch.equal(hashed(row, window)[0, 4:], whole)
+    for past in range(4, 4 + length, size):
+        now = min(size, 4 + length - past)
+        part = hashed(row[:, : past + now], Window(past, now, valid=valid[:, : past + now]))
+        assert torch.equal(part[0], whole[past - 4 : past - 4 + now]), past
+    assert hashed.plan.resets and np.array_equal(hashed.plan.rows(np.array(ids)), whole.numpy())

@@ -9,9 +9,9 @@ from conftest import keep_seen
 from torch import Tensor
 
 from engram_graft.config import EngramConfig
+from engram_graft.fresh import fresh_layer
 from engram_graft.layer import Engram
 from engram_graft.optim import EngramAdamW
-from engram_graft.table import fresh_layer
 from engram_graft.window import Window
 
 WIDTH, ROWS, LENGTH = 12, 80, 9

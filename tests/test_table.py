@@ -18,10 +18,11 @@ from engram_graft import table as table_module
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.files import TENSOR_FILE, memory_tensors
+from engram_graft.fresh import fresh_layer
 from engram_graft.grafted import find_graft, memories
 from engram_graft.optim import EngramAdamW
 from engram_graft.storage import Resident
-from engram_graft.table import EngramTable, fresh_layer
+from engram_graft.table import EngramTable
 from engram_graft.window import Window
 
 DIM, ROWS = 4, 101  # no multiple of 8
