@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_remote import opened_without_toolkit
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
@@ -73,6 +74,10 @@ def test_identity_learning_decoding_and_reload_on_the_real_model(smollm2: Any, t
         assert cached == greedy(model, tokenizer, prompts, 6, use_cache=False)
         assert cached == greedy(model, tokenizer, prompts, 6, batch_size=1)
         eg.save_graft(model, tmp_path / "graft")
+        eg.export_merged(model, tokenizer, tmp_path / "merged", table_dtype="bfloat16")
+        (there,) = opened_without_toolkit({"directories": [str(tmp_path / "merged")], "prompts": prompts, "tokens": 6}, tmp_path)
+        for way in ("cached", "uncached", "batch"):
+            assert [answer[: len(own)] for answer, own in zip(there[way], cached, strict=True)] == cached, way
     finally:
         eg.ungraft(model)
     loaded, _ = eg.load_graft(tmp_path / "graft", base=model, tokenizer=tokenizer)
