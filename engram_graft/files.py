@@ -37,14 +37,14 @@ def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str,
     return described, config, tensors, _plan(directory, config, tensors)
 
 
-def memory_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the memory by the names they have on disk."""
-    return {"hash": find_graft(model)} | {f"layers.{memory.layer_id}": memory for memory in memories(model)}
+def memory_parts(model: nn.Module, pack: str | None = None) -> dict[str, nn.Module]:
+    """The modules of the memory (of this name) by the names they have on disk."""
+    return {"hash": find_graft(model, pack)} | {f"layers.{memory.layer_id}": memory for memory in memories(model, pack)}
 
 
-def memory_tensors(model: nn.Module) -> dict[str, Tensor]:
+def memory_tensors(model: nn.Module, pack: str | None = None) -> dict[str, Tensor]:
     """All tensors of the memory by the names they have on disk: "hash.primes", "layers.2.value_proj.weight"."""
-    parts = memory_parts(model)
+    parts = memory_parts(model, pack)
     return {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.state_dict().items()}
 
 
@@ -59,12 +59,16 @@ def canonical_name(name: str) -> str:
 
 
 def describe(
-    model: nn.Module, files: Mapping[str, str], merged: bool = False, of_base: dict[str, Any] | None = None
+    model: nn.Module,
+    files: Mapping[str, str],
+    merged: bool = False,
+    of_base: dict[str, Any] | None = None,
+    pack: str | None = None,
 ) -> dict[str, Any]:
     """The contents of `engram_config.json`; `files` maps each safetensors file to its sha256, `of_base` is the base's fingerprint if
-    it is known."""
-    ngram_hash, base = find_graft(model), unwrap(model)
-    dtype = str(memories(model)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
+    it is known, `pack` the name of the memory if there are several."""
+    ngram_hash, base = find_graft(model, pack), unwrap(model)
+    dtype = str(memories(model, pack)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
     return {
         "format": FORMAT,
         "config": {**ngram_hash.config.to_dict(), "dtype": dtype},
