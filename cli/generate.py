@@ -112,24 +112,28 @@ class _Streamer:
     """Prints an answer as its tokens come. What the next token may still change is held back: a character cut in two, a last space."""
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer, self.ids, self.shown, self.prompted = tokenizer, [], "", False
+        self.tokenizer, self.shown, self.prompted = tokenizer, "", False
+        self.ids: list[int] = []
 
     def put(self, ids: Any) -> None:
         if not self.prompted:  # generate hands over the prompt first
             self.prompted = True
             return
-        self.ids += ids.tolist()
+        self.ids += [token for token in ids.tolist() if token != self.tokenizer.eos_token_id]
         text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True)).rstrip("\ufffd \n\t")
-        self._show(text)
+        if text.startswith(self.shown):
+            self._show(text)
 
     def end(self) -> None:
-        """The whole answer is shown by `finish`, which knows where it was cut."""
+        """The whole answer is shown by `finish`."""
 
     def finish(self, answer: str) -> None:
+        if not answer.startswith(self.shown):  # a tokenizer that tidies up what it wrote before
+            print('" tidied up: "', end="")
+            self.shown = ""
         self._show(answer)
         print('"')
 
     def _show(self, text: str) -> None:
-        if text.startswith(self.shown):
-            print(_escaped(text[len(self.shown) :]), end="", flush=True)
-            self.shown = text
+        print(_escaped(text[len(self.shown) :]), end="", flush=True)
+        self.shown = text

@@ -5,6 +5,7 @@ they were loaded is of no account. Switching never decides what is trained: `req
 """
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _ADDABLE_STARTS = (
     "gaussian",
     "orthogonal",
 )  # values of `init_lora_weights` that leave the base's weights as they are
+_OF_PEFT = ("lora_", "base_layer", "base_model", "original_module", "modules_to_save", "training")  # parts of its names
 _OWN_WAYS = {  # settings of a LoRA that make it something other than an addend to the base's weights
     "use_dora": "is a DoRA, which scales the sum of all",
     "bias": "trains biases of the base",
@@ -66,9 +68,9 @@ def only_adapters(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             stack.callback(_switch, layer, layer.active_adapters, layer.disable_adapters)
         if peft is not None:
             stack.callback(_name_active, peft, active_adapters(model))
-            if not names:  # prompt learning too
-                stack.enter_context(peft.disable_adapter())
         with _same_trainable(model):
+            if peft is not None and not names:  # prompt learning too
+                stack.enter_context(peft.disable_adapter())
             for _, layer in _layers(model):
                 _switch(layer, names or layer.active_adapters, not names)
             if peft is not None and names:
@@ -94,7 +96,13 @@ def load_adapter(model: nn.Module, directory: Path, name: str, trainable: bool) 
     before, others, peft = active_adapters(model), adapter_configs(model), find_peft(model)
     if name in others:
         raise UserError(f"the model has an adapter {name!r} already: load this graft under another name")
-    with _same_trainable(model):
+    own = {part for path, _ in [*model.named_modules(), *model.named_parameters()] for part in path.split(".")}
+    if name in own or name.startswith(_OF_PEFT) or hasattr(nn.ModuleDict, name):
+        raise UserError(
+            f"{directory}: {name!r} is also the name of a part of the model, and PEFT would mix them up: give another name"
+        )
+    with _same_trainable(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Adapter name")  # one that is a part of "lora_": the keys are compared below
         try:
             require_addable({**others, name: PeftConfig.from_pretrained(str(directory))})
             if peft is None:
@@ -103,9 +111,9 @@ def load_adapter(model: nn.Module, directory: Path, name: str, trainable: bool) 
                 peft.load_adapter(str(directory), name, is_trainable=trainable)
             with safe_open(directory / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
                 stored = set(file.keys())
-            own = set(get_peft_model_state_dict(peft, adapter_name=name, save_embedding_layers=False))
-            if stored != own:
-                odd = ", ".join(sorted(stored ^ own)[:4])
+            placed = set(get_peft_model_state_dict(peft, adapter_name=name, save_embedding_layers=False))
+            if stored != placed:
+                odd = ", ".join(sorted(stored ^ placed)[:4])
                 raise UserError(f"{directory / SAFETENSORS_WEIGHTS_NAME}: does not fit its adapter_config.json: {odd}")
             activate(peft, {*before, name})
         except BaseException as error:

@@ -71,9 +71,10 @@ def save_graft(model: nn.Module, directory: str | Path, name: str | None = None)
     with all_or_nothing(directory) as scratch:
         if peft is not None and adapter is not None:
             peft.save_pretrained(str(scratch), selected_adapters=[adapter], save_embedding_layers=False, state_dict=gathered)
-            for file in (scratch / adapter).glob("*"):  # where PEFT puts all but "default"
-                file.rename(scratch / file.name)
-            (scratch / adapter).rmdir() if (scratch / adapter).is_dir() else None
+            if adapter != DEFAULT:  # PEFT gives those a directory of their own
+                for path in (scratch / adapter).iterdir():
+                    path.rename(scratch / path.name)
+                (scratch / adapter).rmdir()
         save_file(
             {key: tensor.contiguous() for key, tensor in memory_tensors(model, name).items()},
             scratch / TENSOR_FILE,

@@ -50,10 +50,9 @@ def memory_tensors(model: nn.Module, pack: str | None = None) -> dict[str, Tenso
 
 def canonical_name(name: str) -> str:
     """A tensor's name without the base's path: the same for every architecture and wrapper."""
-    _, found, leaf = name.rpartition("engram_hash.")
-    if found:
-        return f"hash.{leaf}"
-    layer = re.search(r"(\d+)\.engram\.(.+)$", name)
+    if addresses := re.search(r"(?:^|\.)engram_hash(?:_pack_[^.]+)?\.(.+)$", name):
+        return f"hash.{addresses[1]}"
+    layer = re.search(r"(\d+)\.engram(?:_pack_[^.]+)?\.(.+)$", name)
     assert layer is not None, name
     return f"layers.{layer[1]}.{layer[2]}"
 
