@@ -122,7 +122,7 @@ def refuse_left_behind(given: Mapping[str, Any], owners: Collection[str]) -> Non
     cache = next((value for name in _CACHE_NAMES if isinstance(value := given.get(name), Cache)), None)
     if cache is not None and not followers(cache) <= set(owners):
         raise UserError(
-            "the cache was filled with a memory that is off now: start from an empty cache, or go on with the memories it began with"
+            "the cache was filled with a memory that is off now: start from an empty cache, or switch on what was on when it was begun"
         )
 
 

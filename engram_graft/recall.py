@@ -95,7 +95,6 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     here = recalls(decoder)
     on = sorted((recall for recall in here if recall.switched_off <= 0), key=lambda recall: recall.name)
     given = dict(zip(here[0].decoder_parameters, args, strict=False)) | kwargs
-    refuse_left_behind(given, {recall.owner for recall in on})
     for recall in on:
         implementation = str(getattr(decoder.config, "_attn_implementation", ""))
         if implementation.startswith(_PAGED_ATTENTION):
@@ -106,6 +105,7 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         for index, table in enumerate(recall.mapped_tables):
             if not table.training:  # the trainer reads a batch's rows earlier
                 table.prefetch(context.rows[:, :, index])
+    refuse_left_behind(given, {recall.owner for recall in on})
     kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
     if here[0].keywords:
         kwargs[_CONTEXTS] = contexts
