@@ -89,9 +89,13 @@ def base_with_lora(recipe: "Recipe", device: str | None) -> "tuple[nn.Module, Pr
 
 
 def open_graft(
-    directory: str, device: str | None, dtype: str | None = None, table_tier: str | None = None, table_dir: str | None = None
+    directory: "str | dict[str, str]",
+    device: str | None,
+    dtype: str | None = None,
+    table_tier: str | None = None,
+    table_dir: str | None = None,
 ) -> "tuple[nn.Module, PreTrainedTokenizerBase]":
-    """A graft or merged directory, loaded."""
+    """A graft or merged directory, loaded; or several on one base, by name."""
     from engram_graft.checkpoint import load_graft
     from engram_graft.recipe import require_tier
 

@@ -123,10 +123,10 @@ def _merged(directory: str, output: str, dtype: Any, size: str, tables: str, tab
 def _memory_alone(directory: str, output: str, table_dtype: str | None, *where: Any) -> dict[str, Any]:
     """The memory apart; where its tables are coded, what that changes."""
     from engram_graft.agreement import difference, measure
-    from engram_graft.checkpoint import fill
     from engram_graft.files import read_graft
     from engram_graft.output import new_directory
     from engram_graft.repack import repack
+    from engram_graft.restore import fill
 
     if table_dtype is None:
         return repack(directory, output)

@@ -88,6 +88,12 @@ def find_state(cache: Cache, owner: str) -> DecodeState | None:
     return cast("DecodeState | None", states.get(owner))
 
 
+def followers(cache: Cache) -> set[str]:
+    """The memories whose past `cache` carries."""
+    states = cache.layers[0].__dict__.get("engram", {}) if cache.layers else {}
+    return {owner for owner, state in states.items() if state.length}
+
+
 def state_of(cache: Cache, owner: str) -> DecodeState:
     """The state of the memory `owner` that `cache` carries; an empty one is attached if there is none."""
     state = find_state(cache, owner)

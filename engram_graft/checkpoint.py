@@ -4,57 +4,59 @@ The files describe themselves: the integers of the addresses are stored and read
 tokenizer and the base refuse the wrong ones.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engram_graft.adapters import active_adapters, adapter_configs, find_peft, is_merged, load_adapter, remove_adapter
 from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.compress import TokenMap, compress, lookup_of
-from engram_graft.config import DTYPES, EngramConfig
-from engram_graft.errors import UserError, first_line
+from engram_graft.config import DTYPES
+from engram_graft.errors import UserError
 from engram_graft.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     describe,
-    memory_parts,
     memory_tensors,
+    read_config,
     read_graft,
     write_graft,
 )
-from engram_graft.grafted import find_graft, memories, require_bare
-from engram_graft.hashing import HashPlan
-from engram_graft.hooks import attach, ungraft
-from engram_graft.locate import embedding_weight, locate
+from engram_graft.grafted import find_graft, grafts, memories, require_bare
+from engram_graft.hooks import ungraft
+from engram_graft.locate import embedding_weight, unwrap
 from engram_graft.mapped import Mapped
 from engram_graft.output import all_or_nothing
-from engram_graft.params import adapter_names, is_memory
-from engram_graft.sharding import is_sharded, reshard, sharded_as, whole
+from engram_graft.packs import Directories, name_packs, remove_pack
+from engram_graft.params import adapter_names
+from engram_graft.recall import DEFAULT
+from engram_graft.restore import restore
+from engram_graft.sharding import is_sharded, reshard, whole
 from engram_graft.storage import Resident
 
 
-def save_graft(model: nn.Module, directory: str | Path) -> None:
-    """Write the memory, and the PEFT adapters if there are any, to `directory`; the base is not written.
+def save_graft(model: nn.Module, directory: str | Path, name: str | None = None) -> None:
+    """Write the memory, and its PEFT adapter if there is one, to `directory`; the base is not written.
 
     Files of the same names are replaced, each whole: a failure leaves what was there. Of a model that FSDP2 shards every process has
     to call this, for adapters are gathered, and the first writes.
 
+    Args:
+        name: of the pack to write, where the model carries several; its adapter is the one of this name.
+
     Raises:
-        UserError: the model has no memory, its adapters are not PEFT's "default" ones, or the directory cannot be written.
+        UserError: the model has no memory, or several and no `name` is given; an adapter belongs to none; the directory cannot be
+            written.
     """
-    find_graft(model)
-    _require_savable(model)
+    name = find_graft(model, name).name
+    adapter = _require_savable(model, name)
     # on every process: `state_dict` does it where it is called, and the next forward pass would gather there alone
     reshard(model)
-    peft, gathered, of_base = _peft_model(model), None, fingerprint(model)
+    peft, gathered, of_base = find_peft(model), None, fingerprint(model)
     if is_sharded(model):
         if peft is not None:
             adapters = adapter_names(peft)
@@ -62,178 +64,135 @@ def save_graft(model: nn.Module, directory: str | Path) -> None:
         if dist.get_rank() > 0:
             return
     with all_or_nothing(directory) as scratch:
-        if peft is not None:
-            peft.save_pretrained(str(scratch), save_embedding_layers=False, state_dict=gathered)
-        write_graft(scratch, memory_tensors(model), describe(model, of_base), Path(directory))
+        if peft is not None and adapter is not None:
+            peft.save_pretrained(str(scratch), selected_adapters=[adapter], save_embedding_layers=False, state_dict=gathered)
+            if adapter != DEFAULT:  # PEFT gives those a directory of their own
+                for path in (scratch / adapter).iterdir():
+                    path.rename(scratch / path.name)
+                (scratch / adapter).rmdir()
+        write_graft(scratch, memory_tensors(model, name), describe(model, of_base, name), Path(directory))
         written = {path.name for path in scratch.iterdir()}
-    for name in {ADAPTER_FILE, ADAPTER_CONFIG} - written:  # of an older graft here that had LoRA
-        (Path(directory) / name).unlink(missing_ok=True)
+    for file in {ADAPTER_FILE, ADAPTER_CONFIG} - written:  # of an older graft here that had LoRA
+        (Path(directory) / file).unlink(missing_ok=True)
 
 
 def load_graft(
-    directory: str | Path,
-    base: str | Path | PreTrainedModel | None = None,
+    directory: Directories,
+    base: str | Path | nn.Module | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str | None = None,
     trainable: bool = False,
     table_dir: str | Path | None = None,
+    name: str = DEFAULT,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a graft directory, or a merged one, onto its base. The base is frozen; the memory too unless `trainable`.
 
+    Several are loaded side by side as packs, which answer together: see `use_packs` and `remove_pack`. Their LoRA adapters get the
+    packs' names and are active together.
+
     Args:
-        directory: what `save_graft` or `export_merged` wrote.
-        base: a name for `load_base`, or a loaded model (with its `tokenizer`); by default the base the graft names.
+        directory: what `save_graft` or `export_merged` wrote; a list of them, which get their directories' names; or a dict by name.
+        base: a name for `load_base`, or a loaded model (with its `tokenizer`), bare or one that `load_graft` returned; by default the
+            base that the (first) graft names.
         dtype: of the base when it is loaded here; by default the one it was trained with.
         trainable: whether adapters and memory can go on training.
-        table_dir: keep the tables in files of this directory, for tables larger than memory. Filled at the first load; loads of the
-            same graft use them again.
+        table_dir: keep the tables in files of this directory (of several packs, in one named after each), for tables larger than
+            memory. Filled at the first load; loads of the same graft use them again.
+        name: of the memory, to load one beside others: letters, digits, "_" and "-".
 
     Returns:
         The model in eval mode (a PeftModel if there are adapters) and the tokenizer.
 
     Raises:
-        UserError: a file is missing, corrupt or of another shape (the keys are named), or tokenizer or base is the wrong one.
+        UserError: a file is missing, corrupt or of another shape (the keys are named), tokenizer or base is the wrong one, a name is
+            taken, or adapters cannot be added. A model that was given is then as it was.
     """
-    directory = Path(directory)
-    described, config, tensors, plan = read_graft(directory)
-    if isinstance(base, nn.Module) and not isinstance(base, PreTrainedModel):
-        raise UserError(
-            f"base is a {type(base).__name__}: pass the bare model from AutoModelForCausalLM, its adapters come with the graft"
-        )
-    if isinstance(base, PreTrainedModel):
+    packs = name_packs(directory, name)
+    described = [read_config(path) for path in packs.values()]
+    if isinstance(base, nn.Module):
+        if not isinstance(base, PreTrainedModel) and not (isinstance(base, PeftModel) and grafts(base)):
+            raise UserError(
+                f"base is a {type(base).__name__}: pass the bare model from AutoModelForCausalLM, its adapters come with the graft, or "
+                "what load_graft returned"
+            )
         if tokenizer is None:
             raise UserError("load_graft(base=a loaded model) needs its tokenizer too: pass tokenizer=")
         model: nn.Module = base
     else:
-        name = str(base) if base else (str(directory) if described["merged"] else described["base"]["name"])
-        model, loaded_tokenizer = load_base(name, dtype or described["base"]["dtype"])
+        first = next(iter(packs.values()))
+        source = str(base) if base else (str(first) if described[0]["merged"] else described[0]["base"]["name"])
+        model, loaded_tokenizer = load_base(source, dtype or described[0]["base"]["dtype"])
         tokenizer = tokenizer or loaded_tokenizer
-    token_map = compress(tokenizer)
+    token_map, loaded = compress(tokenizer), []
+    try:
+        for pack, path in packs.items():
+            within = table_dir if table_dir is None or len(packs) == 1 else Path(table_dir) / pack
+            model = _load(model, path, pack, token_map, trainable, within)
+            loaded.append(pack)
+    except BaseException:
+        for pack in loaded:
+            model = remove_pack(model, pack)
+        raise
+    return model.eval(), tokenizer
+
+
+def _load(
+    model: nn.Module, directory: Path, name: str, token_map: TokenMap, trainable: bool, table_dir: str | Path | None
+) -> nn.Module:
+    """`model` with the graft in `directory` under this name; left as it was where it does not fit."""
+    described, config, tensors, plan = read_graft(directory)
     if token_map.fingerprint != described["tokenizer"]["fingerprint"]:
         raise UserError(
             f"wrong tokenizer: this one has {len(token_map.lookup)} ids ({token_map.size} compressed) and fingerprint "
             f"{token_map.fingerprint[:12]}, the memory was trained with {described['tokenizer']['ids']} "
             f"({described['tokenizer']['compressed']}) and {described['tokenizer']['fingerprint'][:12]}; its rows would be noise"
         )
-    if described["base"]["fingerprint"] is not None:  # what an export's own code saved again has none: its files are its base
+    if described["base"]["fingerprint"] is not None:
         check_base(model, described["base"]["fingerprint"])
+    elif unwrap(model).name_or_path != str(directory):  # what an export's own code saved again: its files are its base
+        raise UserError(
+            f"{directory}: says of no other base that it fits; load it without base=, alone or as the first of several"
+        )
     embedding_rows = embedding_weight(model).shape[0]
     if not np.array_equal(plan.lookup, lookup_of(config.addresses, token_map, embedding_rows)[0]):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
-    require_bare(model)
-    if ADAPTER_FILE in described["files"]:
-        model = _with_adapter(model, directory, trainable)
+    require_bare(model, name)
     storage = Resident()
     if table_dir is not None:
-        files = [described["files"][name] for name in sorted(described["files"]) if name not in (ADAPTER_FILE, ADAPTER_CONFIG)]
+        files = [described["files"][file] for file in sorted(described["files"]) if file not in (ADAPTER_FILE, ADAPTER_CONFIG)]
         storage = Mapped(table_dir, None if trainable else " ".join(files))
-    restore(model, config, plan, token_map, tensors, trainable, storage)
-    if storage.on_disk and not trainable:
-        storage.settle()
-        for memory in memories(model):
-            memory.table.reopen()
-    return model.eval(), tokenizer
+    whole_model = load_adapter(model, directory, name, trainable) if ADAPTER_FILE in described["files"] else model
+    try:
+        restore(whole_model, config, plan, token_map, tensors, trainable, storage, name)
+        if storage.on_disk and not trainable:
+            storage.settle()
+            for memory in memories(whole_model, name):
+                memory.table.reopen()
+    except BaseException:
+        if any(memory.name == name for memory in grafts(model)):
+            ungraft(model, name)
+        if ADAPTER_FILE in described["files"]:
+            remove_adapter(model, name)
+        raise
+    return whole_model
 
 
-def _require_savable(model: nn.Module) -> None:
-    """Raise `UserError` where the files could not give back the model as it is."""
-    peft = _peft_model(model)
-    if adapter_names(model) and peft is None:
+def _require_savable(model: nn.Module, name: str) -> str | None:
+    """The adapter that belongs to this memory, if any. Raises `UserError` where the files could not give back the model as it is."""
+    packs, adapters, active = {memory.name for memory in grafts(model)}, set(adapter_configs(model)), active_adapters(model)
+    if adapter_names(model) and find_peft(model) is None:
         raise UserError("the model's adapters cannot be saved with the graft: add them with peft's get_peft_model(model, config)")
-    if peft is not None and (set(peft.peft_config) != {"default"} or list(peft.active_adapters) != ["default"]):
+    own = DEFAULT if len(packs) == 1 and adapters == {DEFAULT} else name
+    if adapters and (set(active) != adapters or adapters - packs - {own}):
         raise UserError(
-            f"the model has the adapters {sorted(peft.peft_config)}, active {list(peft.active_adapters)}: a graft is saved with one, "
-            "whose adapter name is 'default'; delete_adapter the others"
+            f"the model has the adapters {sorted(adapters)}, active {active}: a graft is saved with one, whose adapter name is {own!r}; "
+            "delete_adapter the others"
         )
-    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+    if is_merged(model):
         raise UserError("the adapter is merged into the base's weights: call model.unmerge_adapter() before saving")
-    if (dtype := str(memories(model)[0].key_norm.dtype).removeprefix("torch.")) not in DTYPES:
+    if (dtype := str(memories(model, name)[0].key_norm.dtype).removeprefix("torch.")) not in DTYPES:
         raise UserError(f"the memory is in {dtype}: call model.float() before saving; the formats are {', '.join(DTYPES)}")
-    rows, ids = embedding_weight(model).shape[0], len(find_graft(model).lookup)
+    rows, ids = embedding_weight(model).shape[0], len(find_graft(model, name).lookup)
     if ids < rows:
         raise UserError(f"the embedding grew to {rows} rows after the graft, which knows {ids} ids: ungraft, resize, then graft")
-
-
-def _peft_model(model: nn.Module) -> PeftModel | None:
-    """The PeftModel under torch.compile or DDP, if any."""
-    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-
-
-def _with_adapter(model: nn.Module, directory: Path, trainable: bool) -> PeftModel:
-    """The model with the directory's adapter, every tensor of which has to find its place."""
-    try:
-        loaded = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}: its LoRA adapter cannot be loaded ({first_line(error)})") from error
-    with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
-        stored = set(file.keys())
-    own = set(get_peft_model_state_dict(loaded, save_embedding_layers=False))
-    if stored != own:
-        loaded.unload()
-        raise UserError(f"{directory / ADAPTER_FILE}: does not fit {ADAPTER_CONFIG}: {', '.join(sorted(stored ^ own)[:4])}")
-    return loaded
-
-
-def restore(
-    model: nn.Module,
-    config: EngramConfig,
-    plan: HashPlan,
-    token_map: TokenMap,
-    tensors: Mapping[str, Tensor],
-    trainable: bool,
-    storage: Resident | None = None,
-) -> None:
-    """Attach a memory to `model` and give it these tensors. Strict: every tensor is there, none is over, shapes and dtypes are equal."""
-    attach(locate(model), config, plan, token_map, storage or Resident())
-    try:
-        fill(model, tensors, stored=storage is not None and storage.filled)
-    except UserError:
-        ungraft(model)
-        raise
-    for name, parameter in model.named_parameters():
-        if is_memory(name):
-            parameter.requires_grad_(trainable)
-
-
-@torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], stored: bool = False) -> None:
-    """Give the memory of `model` these tensors (canonical names), its rows unless they are `stored` in its files already.
-
-    Raises:
-        UserError: a key is missing, over, or does not fit; each is named.
-    """
-    tables = {f"layers.{memory.layer_id}.table": memory.table for memory in memories(model)}
-    dense = {
-        f"{part}.{name}": tensor
-        for part, module in memory_parts(model).items()
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        if not name.startswith("table.")
-    }
-    own = dense.keys() | {f"{name}.{leaf}" for name in tables for leaf in ("rows", "values")}
-    faults = [f"missing {name}" for name in own - tensors.keys()] + [f"unexpected {name}" for name in tensors.keys() - own]
-    for name in dense.keys() & tensors.keys():
-        have, want = tensors[name], dense[name]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            faults.append(f"{name} is {have.dtype} {list(have.shape)}, not {want.dtype} {list(want.shape)}")
-    if faults:
-        raise UserError(f"the graft's tensors do not fit its config: {'; '.join(sorted(faults))}")
-    for name, table in tables.items():
-        try:
-            table.load_rows(tensors[f"{name}.rows"], tensors[f"{name}.values"], stored)
-        except UserError as error:
-            raise UserError(f"the graft's tensors do not fit its config: {name}: {error}") from error
-    for name, tensor in dense.items():
-        tensor.copy_(tensors[name])
-
-
-@torch.no_grad()
-def fill_adapters(model: nn.Module, directory: Path) -> None:
-    """Give the adapters of a sharded model the tensors in `directory`, each process its part, where PEFT would load them whole."""
-    reshard(model)
-    own = get_peft_model_state_dict(_peft_model(model), save_embedding_layers=False)
-    stored = load_file(directory / ADAPTER_FILE)
-    if own.keys() != stored.keys():
-        odd = ", ".join(sorted(stored.keys() ^ own.keys())[:4])
-        raise UserError(f"{directory / ADAPTER_FILE}: does not fit the model's adapters: {odd}")
-    for name, tensor in own.items():
-        tensor.copy_(sharded_as(tensor, stored[name]))
+    return own if own in adapters else None

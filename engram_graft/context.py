@@ -3,14 +3,14 @@
 Built once per call by the decoder's hook and handed to the layers; nothing of a call is ever kept on the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from engram_graft.cache import DecodeState, find_state, seen_tokens, state_of
+from engram_graft.cache import DecodeState, find_state, followers, seen_tokens, state_of
 from engram_graft.errors import UserError
 from engram_graft.hashing import NgramHash
 from engram_graft.window import Window
@@ -114,6 +114,16 @@ def find_cache(given: Mapping[str, Any]) -> Cache | None:
                 f"{name}={type(value).__name__}: the memory follows transformers' Cache classes; pass a DynamicCache, or use_cache=False"
             )
     return None
+
+
+def refuse_left_behind(given: Mapping[str, Any], owners: Collection[str]) -> None:
+    """Raise `UserError` if a call's cache carries the past of a memory that is none of `owners`, who run: its keys and values are
+    those of a text that was read with that memory."""
+    cache = next((value for name in _CACHE_NAMES if isinstance(value := given.get(name), Cache)), None)
+    if cache is not None and not followers(cache) <= set(owners):
+        raise UserError(
+            "the cache was filled with a memory that is off now: start from an empty cache, or switch on what was on when it was begun"
+        )
 
 
 def read_mask(mask: Any, length: int, past: int, cache: Cache | None) -> tuple[Tensor | None, Tensor | None]:

@@ -52,31 +52,31 @@ def memory_files(described: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in described["files"] if name.endswith(".safetensors") and name != ADAPTER_FILE)
 
 
-def memory_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the memory by the names they have on disk."""
-    return {"hash": find_graft(model)} | {f"layers.{memory.layer_id}": memory for memory in memories(model)}
+def memory_parts(model: nn.Module, pack: str | None = None) -> dict[str, nn.Module]:
+    """The modules of the memory (of this name) by the names they have on disk."""
+    return {"hash": find_graft(model, pack)} | {f"layers.{memory.layer_id}": memory for memory in memories(model, pack)}
 
 
-def memory_tensors(model: nn.Module) -> dict[str, Tensor]:
+def memory_tensors(model: nn.Module, pack: str | None = None) -> dict[str, Tensor]:
     """All tensors of the memory by the names they have on disk: "hash.primes", "layers.2.value_proj.weight"."""
-    parts = memory_parts(model)
+    parts = memory_parts(model, pack)
     return {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.state_dict().items()}
 
 
 def canonical_name(name: str) -> str:
     """A tensor's name without the base's path: the same for every architecture and wrapper."""
-    _, found, leaf = name.rpartition("engram_hash.")
-    if found:
-        return f"hash.{leaf}"
-    layer = re.search(r"(\d+)\.engram\.(.+)$", name)
+    if addresses := re.search(r"(?:^|\.)engram_hash(?:_pack_[^.]+)?\.(.+)$", name):
+        return f"hash.{addresses[1]}"
+    layer = re.search(r"(\d+)\.engram(?:_pack_[^.]+)?\.(.+)$", name)
     assert layer is not None, name
     return f"layers.{layer[1]}.{layer[2]}"
 
 
-def describe(model: nn.Module, of_base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What `engram_config.json` says of a graft beside its files; `of_base` is the base's fingerprint if it is known."""
-    ngram_hash, base = find_graft(model), unwrap(model)
-    dtype = str(memories(model)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
+def describe(model: nn.Module, of_base: dict[str, Any] | None = None, pack: str | None = None) -> dict[str, Any]:
+    """What `engram_config.json` says of a graft beside its files; `of_base` is the base's fingerprint if it is known, `pack` the name of
+    the memory if there are several."""
+    ngram_hash, base = find_graft(model, pack), unwrap(model)
+    dtype = str(memories(model, pack)[0].key_norm.dtype).removeprefix("torch.")  # model.to(dtype) takes the memory along
     return {
         "format": FORMAT,
         "config": {**ngram_hash.config.to_dict(), "dtype": dtype},

@@ -2,13 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from engram_graft.adapters import only_adapters
 from engram_graft.compress import TokenMap
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
@@ -38,9 +37,9 @@ def require_bare(model: nn.Module, name: str = DEFAULT) -> None:
         raise UserError("FSDP shards the model: graft it first, then shard it")
     if any(found.name == name for found in grafts(model)):
         raise UserError(
-            "the model is grafted already: ungraft(model) first, or load the base anew"
+            "the model is grafted already: ungraft(model) first, load the base anew, or load this graft with a name of its own"
             if name == DEFAULT
-            else f"the model has a memory {name!r} already: give this one another name, or ungraft(model, {name!r}) first"
+            else f"the model has a memory {name!r} already: give this one another name, or remove_pack(model, {name!r}) first"
         )
 
 
@@ -48,36 +47,37 @@ def require_bare(model: nn.Module, name: str = DEFAULT) -> None:
 def disable_graft(model: nn.Module, lora: bool = False) -> Iterator[nn.Module]:
     """Run `model` without its memories inside the `with`; with `lora=True` without PEFT adapters too, which is the base itself.
 
-    The switch is the model's, not the thread's, like PEFT's own `disable_adapter`. A cache filled inside cannot be continued outside.
+    The switch is the model's, not the thread's, like PEFT's own `disable_adapter`. A cache filled inside cannot be continued outside,
+    nor one filled outside inside.
     """
-    with switched_off(require_grafts(model)), disable_lora(model) if lora else contextlib.nullcontext():
+    with only_memories(require_grafts(model)), disable_lora(model) if lora else contextlib.nullcontext():
         yield model
 
 
 @contextlib.contextmanager
-def switched_off(memories: Sequence[Graft]) -> Iterator[None]:
-    """Run calls inside the `with` without these memories."""
-    with _switch:
-        for memory in memories:
-            memory.switched_off += 1
+def only_memories(memories: Sequence[Graft], names: Collection[str] = ()) -> Iterator[None]:
+    """Run calls inside the `with` with those of these memories that have the names, on even where they were off, and no others."""
+    with _switch:  # steps rather than values: blocks of several threads may end in any order
+        steps = [-memory.switched_off if memory.name in names else 1 for memory in memories]
+        for memory, step in zip(memories, steps, strict=True):
+            memory.switched_off += step
     try:
         yield
     finally:
         with _switch:
-            for memory in memories:
-                memory.switched_off -= 1
+            for memory, step in zip(memories, steps, strict=True):
+                memory.switched_off -= step
 
 
 @contextlib.contextmanager
 def explicit_ids(model: nn.Module, input_ids: Tensor) -> Iterator[nn.Module]:
     """The token ids `[B, T]` behind `inputs_embeds`, for calls inside the `with` that have no ids of their own: the first call of
     `generate(inputs_embeds=...)`, which takes no keyword of ours."""
-    ngram_hash = find_graft(model)
-    before, ngram_hash.explicit_ids = ngram_hash.explicit_ids, input_ids
-    try:
+    with contextlib.ExitStack() as stack:
+        for memory in require_grafts(model):
+            stack.callback(setattr, memory, "explicit_ids", memory.explicit_ids)
+            memory.explicit_ids = input_ids
         yield model
-    finally:
-        ngram_hash.explicit_ids = before
 
 
 @contextlib.contextmanager
@@ -94,22 +94,9 @@ def without_ngrams(model: nn.Module, silent: Tensor | None) -> Iterator[nn.Modul
 
 @contextlib.contextmanager
 def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
-    """Run `model` without its PEFT adapters; which parameters are trainable afterwards is as before."""
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, PeftModel):
-            stack.enter_context(model.disable_adapter())
-        else:  # adapters added by transformers' own add_adapter
-            for module in model.modules():
-                if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
-                    module.enable_adapters(False)
-                    stack.callback(module.enable_adapters, True)
-        try:
-            yield model
-        finally:
-            stack.close()
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(trainable[name])
+    """Run `model` without its PEFT adapters; which parameters are trainable is as before."""
+    with only_adapters(model, []):
+        yield model
 
 
 def grafts(model: nn.Module) -> list[Graft]:
@@ -131,7 +118,8 @@ def find_graft(model: nn.Module, name: str | None = None) -> Graft:
     names = [memory.name for memory in found]
     if name is None and len(found) > 1:
         raise UserError(
-            f"the model carries the memories {', '.join(names)}: this works with one; ungraft(model, name) the others"
+            f"the model carries the memories {', '.join(names)} and this works with one: remove_pack(model, name) the others, or load "
+            "it alone"
         )
     if name is not None and name not in names:
         raise UserError(f"the model has no memory {name!r}; it carries {', '.join(names)}")

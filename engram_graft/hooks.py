@@ -14,7 +14,7 @@ from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.fresh import fresh_layer
-from engram_graft.grafted import Graft, find_graft, grafts, require_bare, require_grafts, switched_off
+from engram_graft.grafted import Graft, find_graft, grafts, only_memories, require_bare, require_grafts
 from engram_graft.hashing import HashPlan
 from engram_graft.locate import Located, dry_run, embedding_weight, end_of_text, locate
 from engram_graft.mapped import Mapped
@@ -85,7 +85,7 @@ def attach(
         if layer_id >= count:
             raise UserError(f"layer {layer_id} does not exist: this model has layers 0 to {count - 1} (counted from 0)")
     others = grafts(located.base)
-    with switched_off(others):
+    with only_memories(others):
         stream = dry_run(located)
     if stream.streams != config.hc_mult:
         raise UserError(f"hc_mult={config.hc_mult}: this model has {stream.streams} residual streams, set hc_mult to that")

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engram_graft.adapters import adapter_configs, only_adapters
 from engram_graft.errors import UserError
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
@@ -83,20 +83,10 @@ def chosen_adapter(model: nn.Module, adapter: str | None) -> Iterator[None]:
     Raises:
         UserError: there is none of this name, or several and none was chosen.
     """
-    peft = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-    names = [] if peft is None else sorted(peft.peft_config)
+    names = sorted(adapter_configs(model))
     if adapter is None and len(names) > 1:
         raise UserError(f"the model has the LoRA adapters {', '.join(names)}: say which to merge, adapter={names[0]!r}")
     if adapter is not None and adapter not in names:
         raise UserError(f"no LoRA adapter {adapter!r}; the model has {', '.join(names) or 'none'}")
-    if peft is None or adapter is None:
+    with contextlib.nullcontext() if adapter is None else only_adapters(model, [adapter]):
         yield
-        return
-    active, trainable = list(peft.active_adapters), {name: p.requires_grad for name, p in peft.named_parameters()}
-    peft.set_adapter(adapter)
-    try:
-        yield
-    finally:
-        peft.base_model.set_adapter(active)  # type: ignore[operator]
-        for name, parameter in peft.named_parameters():
-            parameter.requires_grad_(trainable[name])

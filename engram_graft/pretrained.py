@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError, first_line
-from engram_graft.grafted import grafts, memories, require_bare, switched_off
+from engram_graft.grafted import grafts, memories, only_memories, require_bare
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, ungraft
 from engram_graft.locate import dry_run, embedding_weight, locate
@@ -95,7 +95,7 @@ def _plan(memory: Pretrained, token_map: TokenMap, embedding_rows: int) -> HashP
 def _geometry(memory: Pretrained, model: nn.Module, layers: Sequence[int] | None) -> list[str]:
     located, config = locate(model), memory.config
     require_bare(model)
-    with switched_off(grafts(model)):
+    with only_memories(grafts(model), []):
         stream = dry_run(located)
     faults = []
     if stream.width != memory.width:

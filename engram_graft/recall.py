@@ -2,7 +2,7 @@
 
 Hooks are plain functions that find the memories through the module they are called with: after a deepcopy the copy uses its own.
 They sit on the decoder and its layers, where every wrapper and `generate` pass. Each memory of a layer reads the same stream and
-what they recall is summed, so that their order is of no account.
+what they recall is summed, by their names' order: in which they were attached is of no account, to the last bit.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from engram_graft.config import EngramConfig
-from engram_graft.context import IDS_KEYWORD, Context, build_context, find_cache
+from engram_graft.context import IDS_KEYWORD, Context, build_context, find_cache, refuse_left_behind
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan, NgramHash
 from engram_graft.layer import Engram
@@ -93,19 +93,19 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     contexts: dict[str, Context] = {}
     kwargs = dict(kwargs)
     here = recalls(decoder)
-    for recall in here:
-        if recall.switched_off:
-            continue
+    on = sorted((recall for recall in here if recall.switched_off <= 0), key=lambda recall: recall.name)
+    given = dict(zip(here[0].decoder_parameters, args, strict=False)) | kwargs
+    for recall in on:
         implementation = str(getattr(decoder.config, "_attn_implementation", ""))
         if implementation.startswith(_PAGED_ATTENTION):
             raise UserError(f"attention {implementation!r} keeps a paged cache, which cannot carry a memory: use model.generate")
         caching = bool(getattr(decoder.config, "use_cache", False))
-        given = dict(zip(recall.decoder_parameters, args, strict=False)) | kwargs
         context = contexts[recall.name] = build_context(recall, given, recall.owner, caching, recall.explicit_ids)
         context.silent = recall.silent
         for index, table in enumerate(recall.mapped_tables):
             if not table.training:  # the trainer reads a batch's rows earlier
                 table.prefetch(context.rows[:, :, index])
+    refuse_left_behind(given, {recall.owner for recall in on})
     kwargs.pop(IDS_KEYWORD, None)  # ours alone: the decoder must not see it
     if here[0].keywords:
         kwargs[_CONTEXTS] = contexts

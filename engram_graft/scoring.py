@@ -96,8 +96,10 @@ def greedy(
     max_new_tokens: int,
     batch_size: int = 32,
     use_cache: bool = True,
+    streamer: Any = None,
 ) -> list[list[int]]:
-    """The tokens the model continues each prompt with, up to and without eos; left-padded batches of equal results at any size."""
+    """The tokens the model continues each prompt with, up to and without eos; left-padded batches of equal results at any size. A
+    `streamer` of transformers' kind gets those of a single prompt as they are made."""
     answers: dict[int, list[int]] = {}
     base: Any = unwrap(model)
     eos = tokenizer.eos_token_id
@@ -119,7 +121,7 @@ def greedy(
             ids[at, length - len(encoded[row]) :] = torch.tensor(encoded[row])
             mask[at, length - len(encoded[row]) :] = 1
         with no_learning(model), alone(settings, base):
-            output = base.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+            output = base.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=streamer)
         for row, said in zip(rows, output[:, length:].tolist(), strict=True):
             answers[row] = said[: said.index(eos)] if eos in said else said
     return [answers[row] for row in range(len(prompts))]

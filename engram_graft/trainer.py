@@ -12,7 +12,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from engram_graft.bases import check_base
-from engram_graft.checkpoint import fill, fill_adapters, save_graft
+from engram_graft.checkpoint import save_graft
 from engram_graft.errors import UserError
 from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
 from engram_graft.files import TENSOR_FILE, canonical_name, read_config, read_tensors
@@ -20,6 +20,7 @@ from engram_graft.grafted import memories, trainable_parameters, without_ngrams
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
 from engram_graft.prefetch import Prefetching
+from engram_graft.restore import fill, fill_adapters
 from engram_graft.silence import SILENT
 from engram_graft.training_state import (
     OPTIMIZER_FILE,
@@ -259,4 +260,4 @@ def _keep_memory_whole(plugin: Any) -> None:
             raise UserError(f"fsdp_config sets {option}: {instead}")
     if not isinstance(plugin.ignored_modules, str | None):
         raise UserError("fsdp ignored_modules: give names as a pattern (a text), the memory's are added to it")
-    plugin.ignored_modules = "|".join(filter(None, [plugin.ignored_modules, r".*\.engram"]))
+    plugin.ignored_modules = "|".join(filter(None, [plugin.ignored_modules, r".*\.engram(_pack_[^.]+)?"]))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from typer.main import get_command
 
 import engram_graft as eg
 import engram_graft.cli
+from engram_graft.cli import generate
 from engram_graft.errors import PromiseError
 from engram_graft.grafted import memories
 from engram_graft.integrity import read_description, write_description
@@ -725,6 +726,59 @@ def test_generate_shows_graft_and_base(trained: Trained) -> None:
     assert len(answers) == 1 and set(answers[0]) == {"prompt", "graft", "base"}
     merged = run("generate", trained.merged, "--prompt", "The cat sleeps in the", "--max-new-tokens", 3)
     assert merged.code == 0 and merged.out.splitlines()[1] == ran.out.splitlines()[1], "merged answers as the graft does"
+
+
+def test_generate_streams_what_it_prints_at_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["generate", trained.out, "--prompt", "The cat sleeps in the", "--prompt", "Velmora exports", "--max-new-tokens", 6]
+    whole, streamed = run(*asked, "--no-stream"), run(*asked, "--stream")
+    assert streamed.code == 0, streamed.err
+    assert streamed.out == whole.out == run(*asked).out and streamed.out.count("\n") == 6
+
+    pieces: list[str] = []
+    real = generate._Streamer._show
+
+    def show(streamer: Any, text: str) -> None:
+        pieces.append(text)
+        real(streamer, text)
+
+    monkeypatch.setattr(generate._Streamer, "_show", show)
+    run(*asked[:4], "--max-new-tokens", 6, "--stream")
+    assert len(pieces) > 4 and len(set(pieces)) > 2, "it comes piece by piece"
+    refused(run(*asked, "--stream", "--json"), "give one of them")
+
+
+def test_a_stream_holds_back_half_a_character_and_quotes_as_the_whole_does(capsys: Any) -> None:
+    class Words:
+        eos_token_id = 9
+        texts: ClassVar = {1: "caf", 2: "caf\ufffd", 3: 'café "x" ', 4: 'café "x" \n\\'}
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return self.texts[len(ids)]
+
+    streamer, seen = generate._Streamer(Words()), []
+    for token in ([5, 5], [1], [2], [3], [4], [9]):  # the prompt first, eos last
+        streamer.put(torch.tensor(token))
+        seen.append(capsys.readouterr().out)
+    streamer.finish(Words.texts[4])
+    assert seen == ["", "caf", "", 'é \\"x\\"', " \\n\\\\", ""] and capsys.readouterr().out == '"\n'
+
+
+def test_generate_takes_several_grafts_as_packs(trained: Trained, graft: Path) -> None:
+    prompt = ["--prompt", "The cat sleeps in the", "--max-new-tokens", 3]
+    ran = run("generate", trained.out, graft, *prompt)
+    assert ran.code == 0, ran.err
+    assert [line.split(":")[0].strip() for line in ran.out.splitlines()] == [
+        *("The cat sleeps in the", "out", "graft", "all together", "base")
+    ]
+    assert run("generate", trained.out, graft, *prompt, "--stream").out == ran.out
+    (answer,) = json.loads(run("generate", f"one={trained.out}", f"two={graft}", *prompt, "--json").out)["answers"]
+    assert set(answer) == {"prompt", "packs", "together", "base"} and set(answer["packs"]) == {"one", "two"}
+    (alone,) = json.loads(run("generate", graft, *prompt, "--json").out)["answers"]
+    assert answer["packs"]["two"] == answer["packs"]["one"] == alone["graft"] and answer["base"] == alone["base"]
+    refused(run("generate", graft, graft, *prompt), "both named 'graft'", f"another={graft}")
+    refused(run("generate", f"base={graft}", graft, *prompt), "named 'base'", "pack=")
+    refused(run("generate", f"a.b={graft}", graft, *prompt), "'a.b'", "letters, digits")
+    refused(run("generate", graft, graft / "nowhere", *prompt), "nowhere", "no graft here")
 
 
 def test_export_writes_what_train_merged(trained: Trained, tmp_path: Path) -> None:
