@@ -20,12 +20,7 @@ from torch import nn
 from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 
-_ADDABLE_STARTS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-)  # values of `init_lora_weights` that leave the base's weights as they are
+_STARTS = (True, False, "gaussian", "orthogonal")  # values of `init_lora_weights` that leave the base's weights as they are
 _OF_PEFT = ("lora_", "base_layer", "base_model", "original_module", "modules_to_save", "training")  # parts of its names
 _OWN_WAYS = {  # settings of a LoRA that make it something other than an addend to the base's weights
     "use_dora": "is a DoRA, which scales the sum of all",
@@ -56,6 +51,15 @@ def active_adapters(model: nn.Module) -> list[str]:
 def is_merged(model: nn.Module) -> bool:
     """Whether an adapter is merged into the base's weights, so that it cannot be switched without rounding."""
     return any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules())
+
+
+def require_switchable(model: nn.Module) -> None:
+    """Raise `UserError` if the weights under the adapters are not the base's, so that without them it is not the base."""
+    if is_merged(model):
+        raise UserError("an adapter is merged into the base's weights: call model.unmerge_adapter() first")
+    for name, config in adapter_configs(model).items():
+        if fault := _changes_base(config):
+            raise UserError(f"the adapter {name!r} {fault}: to be without it, load the base anew")
 
 
 @contextlib.contextmanager
@@ -168,9 +172,14 @@ def _not_addable(config: Any) -> str | None:
     """Why an adapter is no addend to the base's weights; None if it is one."""
     if config.peft_type != PeftType.LORA:
         return f"is a {config.peft_type.value}"
-    if (start := config.init_lora_weights) not in _ADDABLE_STARTS:
-        return f"changes the base's weights (init_lora_weights={start!r})"
+    if fault := _changes_base(config):
+        return fault
     return next((why for name, why in _OWN_WAYS.items() if getattr(config, name, None) not in (None, False, "none", [])), None)
+
+
+def _changes_base(config: Any) -> str | None:
+    start = getattr(config, "init_lora_weights", True)
+    return None if start in _STARTS else f"changes the base's weights (init_lora_weights={start!r})"
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from engram_graft.adapters import adapter_configs, is_merged, only_adapters, remove_adapter
+from engram_graft.adapters import adapter_configs, only_adapters, remove_adapter, require_switchable
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, only_memories, require_grafts
 from engram_graft.hooks import ungraft
@@ -27,13 +27,13 @@ def use_packs(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
     is refused.
 
     Raises:
-        UserError: there is no pack of a name, or an adapter is merged into the base's weights.
+        UserError: there is no pack of a name, or an adapter has changed the base's own weights (merged, or of PiSSA's kind).
     """
     memories = require_grafts(model)
     wanted = sorted({names} if isinstance(names, str) else set(names))
     for name in wanted:
         find_graft(model, name)
-    _require_unmerged(model)
+    require_switchable(model)
     with only_memories(memories, wanted), only_adapters(model, [name for name in wanted if name in adapter_configs(model)]):
         yield model
 
@@ -45,10 +45,10 @@ def remove_pack(model: nn.Module, name: str) -> nn.Module:
         The same model; the bare base when the last adapter went.
 
     Raises:
-        UserError: there is no pack of this name, or an adapter is merged into the base's weights.
+        UserError: there is no pack of this name, or an adapter has changed the base's own weights (merged, or of PiSSA's kind).
     """
     find_graft(model, name)
-    _require_unmerged(model)
+    require_switchable(model)
     ungraft(model, name)
     return remove_adapter(model, name) if name in adapter_configs(model) else model
 
@@ -78,8 +78,3 @@ def name_packs(directory: Directories, name: str = DEFAULT) -> dict[str, Path]:
                 f"pack name {given!r}: letters, digits, _ and - only; give another as a dict's key, {{'name': directory}}"
             )
     return packs
-
-
-def _require_unmerged(model: nn.Module) -> None:
-    if is_merged(model):
-        raise UserError("an adapter is merged into the base's weights: call model.unmerge_adapter() first")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import engram_graft as eg
-from engram_graft.adapters import active_adapters, adapter_configs
+from engram_graft.adapters import active_adapters, adapter_configs, require_addable
 from engram_graft.errors import UserError
 from engram_graft.files import CONFIG_FILE, TENSOR_FILE, memory_tensors
 from engram_graft.grafted import disable_lora, explicit_ids, find_graft, grafts, memories
@@ -445,6 +445,16 @@ def test_a_pack_there_is_none_of_and_a_merged_adapter_are_refused(two: dict[str,
     for call in (lambda: eg.use_packs(model, ["a"]).__enter__(), lambda: eg.remove_pack(model, "a")):
         with pytest.raises(UserError, match="unmerge_adapter"):
             call()
+
+
+def test_an_adapter_that_changed_the_bases_weights_is_not_taken_for_one_that_can_go(pack: Make, tokenizer: Any) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(**{**LORA, "init_lora_weights": "pissa"}))
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    for call in (lambda: eg.use_packs(model, []).__enter__(), lambda: eg.remove_pack(model, "default")):
+        with pytest.raises(UserError, match="'default' changes the base's weights .*: to be without it, load the base anew"):
+            call()
+    with pytest.raises(UserError, match="'default' changes the base's weights .*; load it alone"):
+        require_addable({**adapter_configs(model), "b": LoraConfig(**LORA)})
 
 
 def test_removing_inside_of_a_block_works_too(two: dict[str, Path], ids: Tensor) -> None:
