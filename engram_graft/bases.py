@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
 from engram_graft.sharding import whole
+from engram_graft.shards import check_index, require_inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTr
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     source, extra = _resolve(name)
+    extra = {**extra, "use_safetensors": True}  # never a pickle
     if "gguf_file" in extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
         extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
     with _explained(name):
@@ -86,24 +89,54 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     if alias is not None:
         carried = packaged(alias)
         if carried is None:
-            return alias.hub, _from_hub()
+            return alias.hub, _untrusted(hub_options())
         source = carried
     elif not source.exists():
         if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
             raise UserError(f"base {name!r}: no such file or directory")
-        return name, _from_hub()
+        return name, _untrusted(hub_options())
     if source.is_file():
         if source.suffix != ".gguf":
             raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
-        return source.parent, {"gguf_file": source.name}
+        return source.parent, _untrusted({"gguf_file": source.name})
     if not (source / "config.json").is_file():
         raise UserError(f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote")
-    return source, {}
+    _check_directory(source)
+    return source, _untrusted({})
+
+
+def _untrusted(options: dict[str, Any]) -> dict[str, Any]:
+    """Said outright: left open, transformers asks on the terminal whether to run a directory's code."""
+    return {**options, "trust_remote_code": False}
+
+
+def _check_directory(source: Path) -> None:
+    """Refuse a base directory that would have transformers open files elsewhere, unpickle some, or put on adapters."""
+    check_index(source)
+    if (source / "adapter_config.json").exists():
+        raise UserError(
+            f"base {str(source)!r}: has an adapter (adapter_config.json) beside its weights; merge it, or give the bare base"
+        )
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        weights = config.get("transformers_weights")  # the file transformers would open instead of the usual ones
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{source / 'config.json'}: corrupt ({first_line(error)})") from error
+    if weights is not None:
+        require_inside(source, weights, "config.json")
+        if not weights.endswith((".safetensors", ".safetensors.index.json")):
+            raise UserError(f"{source / 'config.json'}: its weights are in {weights!r}, which is no safetensors file; refused")
+    pickles = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for path in source.glob(pattern))
+    if pickles and not any(source.glob("*.safetensors")):
+        raise UserError(
+            f"base {str(source)!r}: its weights are a pickle ({pickles[0]}), which can run code and is never opened; where you trust it, "
+            "load it with transformers and save_pretrained it anew, which writes safetensors"
+        )
 
 
 @functools.cache
-def _from_hub() -> dict[str, Any]:
-    """Without a network only the local cache can have it: asked at once, rather than after a minute of retries."""
+def hub_options() -> dict[str, Any]:
+    """What to tell huggingface_hub: without a network only the local cache can have it, asked at once rather than after a minute."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of whichever HTTP library huggingface_hub uses; the load below says what is missing
@@ -117,7 +150,14 @@ def _explained(name: str) -> Iterator[None]:
     """What transformers and the hub raise when they cannot load, in one line with the ways out."""
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"base {name!r}: needs code of its own (auto_map in its config), and no code from a directory is run here; where you "
+                "trust it, load it yourself with trust_remote_code=True and pass the model and its tokenizer"
+            ) from error
         close = difflib.get_close_matches(name.lower(), ALIASES, 1)
         alias = ALIASES.get(name.lower())
         hint = f"Did you mean {close[0]}? " if close and alias is None else ""

@@ -33,6 +33,7 @@ from engram_graft.files import (
 from engram_graft.grafted import find_graft, memories, require_bare
 from engram_graft.hashing import HashPlan
 from engram_graft.hooks import attach, ungraft
+from engram_graft.hub import resolve
 from engram_graft.locate import embedding_weight, locate
 from engram_graft.mapped import Mapped
 from engram_graft.output import all_or_nothing
@@ -81,7 +82,7 @@ def load_graft(
     """Load a graft directory, or a merged one, onto its base. The base is frozen; the memory too unless `trainable`.
 
     Args:
-        directory: what `save_graft` or `export_merged` wrote.
+        directory: what `save_graft` or `export_merged` wrote, or the name it was pushed to the hub under, "user/name".
         base: a name for `load_base`, or a loaded model (with its `tokenizer`); by default the base the graft names.
         dtype: of the base when it is loaded here; by default the one it was trained with.
         trainable: whether adapters and memory can go on training.
@@ -94,7 +95,7 @@ def load_graft(
     Raises:
         UserError: a file is missing, corrupt or of another shape (the keys are named), or tokenizer or base is the wrong one.
     """
-    directory = Path(directory)
+    directory = resolve(directory)
     described, config, tensors, plan = read_graft(directory)
     if isinstance(base, nn.Module) and not isinstance(base, PreTrainedModel):
         raise UserError(
