@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engram_graft.adapter import read_adapter
 from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.compress import TokenMap, compress, lookup_of
 from engram_graft.config import DTYPES, EngramConfig
@@ -162,9 +163,10 @@ def _peft_model(model: nn.Module) -> PeftModel | None:
 
 def _with_adapter(model: nn.Module, directory: Path, trainable: bool) -> PeftModel:
     """The model with the directory's adapter, every tensor of which has to find its place."""
+    options = read_adapter(directory / ADAPTER_CONFIG, directory / ADAPTER_FILE)
     try:
-        loaded = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        loaded = PeftModel.from_pretrained(model, str(directory), is_trainable=trainable, config=options)
+    except Exception as error:  # of whatever kind PEFT fails with on names, indices or patterns that do not fit
         raise UserError(f"{directory}: its LoRA adapter cannot be loaded ({first_line(error)})") from error
     with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
         stored = set(file.keys())
