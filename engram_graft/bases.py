@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -152,7 +151,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of any kind: tokenizers raises bare ones, malformed files whatever they come across
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"base {name!r}: needs code of its own (auto_map in its config), and no code from a directory is run here; where you "
