@@ -36,6 +36,7 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 }
 # said about the adapter, of no account for loading it: left out of what PEFT gets
 _NOTES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
+_DTYPES = ("F32", "BF16", "F16")
 _STARTS = (True, False, "gaussian", "orthogonal", "mica")  # the others change the base's weights
 
 
@@ -69,7 +70,7 @@ def read_adapter(config_file: Path, tensor_file: Path) -> LoraConfig:
             f"{config_file}: init_lora_weights={kept['init_lora_weights']!r} changes the base's weights, which a graft leaves as they "
             "are; start LoRA from its default"
         )
-    _check_ranks(config_file, tensor_file, kept)
+    _check_tensors(config_file, tensor_file, kept)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -78,13 +79,17 @@ def read_adapter(config_file: Path, tensor_file: Path) -> LoraConfig:
         raise UserError(f"{config_file}: PEFT refuses it ({first_line(error)})") from error
 
 
-def _check_ranks(config_file: Path, tensor_file: Path, kept: dict[str, Any]) -> None:
+def _check_tensors(config_file: Path, tensor_file: Path, kept: dict[str, Any]) -> None:
     """Matrices are made before they are filled: none may be asked for that is larger than the file's."""
     try:
         with safe_open(tensor_file, framework="pt") as file:
-            longest = max((max(file.get_slice(key).get_shape(), default=1) for key in file.keys()), default=0)  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
+            longest = max((max(part.get_shape(), default=1) for part in slices.values()), default=0)
+            odd = {key: part.get_dtype() for key, part in slices.items() if part.get_dtype() not in _DTYPES}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{tensor_file}: corrupt or truncated ({first_line(error)}); copy the graft anew") from error
+    if odd:
+        raise UserError(f"{tensor_file}: {min(odd)} is {odd[min(odd)]}; the dtypes of adapters are {', '.join(_DTYPES)}")
     for name, rank in {"r": kept.get("r", 8), **kept.get("rank_pattern", {})}.items():
         if not isinstance(rank, int) or not 1 <= rank <= longest:
             raise UserError(f"{config_file}: rank {rank!r} ({name}): {tensor_file.name} has no tensor so large")

@@ -48,11 +48,14 @@ _SAMPLED_TENSORS, _SAMPLES = 48, 8
 _TOLERANCE = 0.005
 
 
-def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base(name: str, dtype: str = "float32", exact: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in eval mode, and its tokenizer. `model.name_or_path` is `name`, by which it can be loaded again.
 
+    Args:
+        exact: refuse tensors that are neither the model's nor a memory's, as no merged directory has them.
+
     Raises:
-        UserError: no such base, or the hub cannot be reached.
+        UserError: no such base, its weights are a pickle or not all there, it needs code of its own, or the hub cannot be reached.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -61,7 +64,14 @@ def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTr
     if "gguf_file" in extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
         extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
     with _explained(name):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **extra)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **extra)
+    model, found = loaded
+    odd = sorted(key for key in found["unexpected_keys"] if not is_memory(key)) if exact else []
+    for kind, keys in (("lacks", sorted(found["missing_keys"])), ("has, besides the model's own,", odd)):
+        if keys:
+            raise UserError(
+                f"base {name!r}: {kind} {', '.join(keys[:3])} ({len(keys)} tensors); give a whole causal language model"
+            )
     model.config._name_or_path = name
     model.name_or_path = name
     return model.eval(), load_tokenizer(name)

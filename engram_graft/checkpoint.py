@@ -108,7 +108,7 @@ def load_graft(
         model: nn.Module = base
     else:
         name = str(base) if base else (str(directory) if described["merged"] else described["base"]["name"])
-        model, loaded_tokenizer = load_base(name, dtype or described["base"]["dtype"])
+        model, loaded_tokenizer = load_base(name, dtype or described["base"]["dtype"], exact=described["merged"] and not base)
         tokenizer = tokenizer or loaded_tokenizer
     token_map = compress(tokenizer)
     if token_map.fingerprint != described["tokenizer"]["fingerprint"]:
@@ -120,7 +120,10 @@ def load_graft(
     if described["base"]["fingerprint"] is not None:  # what an export's own code saved again has none: its files are its base
         check_base(model, described["base"]["fingerprint"])
     embedding_rows = embedding_weight(model).shape[0]
-    if not np.array_equal(plan.lookup, lookup_of(config.addresses, token_map, embedding_rows)[0]):
+    own = lookup_of(config.addresses, token_map, embedding_rows)[0]
+    if len(plan.lookup) == len(own) and not np.array_equal(plan.lookup, own):
+        raise UserError(f"{directory}: hash.lookup is not the map of the tokenizer that it names; copy the graft anew")
+    if len(plan.lookup) != len(own):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
     require_bare(model)
     if ADAPTER_FILE in described["files"]:

@@ -22,7 +22,8 @@ from huggingface_hub.errors import (
 
 from engram_graft.bases import hub_options
 from engram_graft.errors import UserError, first_line
-from engram_graft.files import CONFIG_FILE, read_graft
+from engram_graft.files import read_graft
+from engram_graft.integrity import CONFIG_FILE
 
 FILES = ["*.safetensors", "*.json", "*.md", "*.yaml", "*.jinja", "*.txt", "*.html"]
 CODE = "modeling_engram.py"  # of a merged directory: pushed for those who trust it, never fetched

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 import engram_graft as eg
 from engram_graft.bases import hub_options, load_base
 from engram_graft.errors import UserError
-from engram_graft.files import CONFIG_FILE, memory_tensors
+from engram_graft.files import memory_tensors
 from engram_graft.hub import find, on_hub, resolve
+from engram_graft.integrity import CONFIG_FILE
 
 
 @pytest.fixture
