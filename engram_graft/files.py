@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engram_graft.addresses import stored_plan
 from engram_graft.bases import fingerprint
 from engram_graft.card import model_card
 from engram_graft.codes import CODES
@@ -18,9 +17,11 @@ from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
+from engram_graft.integers import stored_plan
 from engram_graft.integrity import CONFIG_FILE, check_files, file_hash, read_description, write_description
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
+from engram_graft.remote import CODE_FILE
 from engram_graft.rows import TABLES
 from engram_graft.stored import learned_rows
 

@@ -24,11 +24,17 @@ from engram_graft.bases import hub_options
 from engram_graft.errors import UserError, first_line
 from engram_graft.files import read_graft
 from engram_graft.integrity import CONFIG_FILE
+from engram_graft.remote import CODE_FILE
 
+# what a reader needs; a merged directory's code goes there for those who trust it, and is never fetched from there
 FILES = ["*.safetensors", "*.json", "*.md", "*.yaml", "*.jinja", "*.txt", "*.html"]
-CODE = "modeling_engram.py"  # of a merged directory: pushed for those who trust it, never fetched
 NESTED = ["*/*"]  # checkpoints, a merged directory inside a run's: none of a reader's business
-_WEIGHTS = ["*.safetensors", "*.index.json", "adapter_config.json", CODE]  # what would be read although it is of an older push
+_WEIGHTS = [
+    "*.safetensors",
+    "*.index.json",
+    "adapter_config.json",
+    CODE_FILE,
+]  # what would be read although it is of an older push
 _HTTPError: Any = HfHubHTTPError.__bases__[0]  # of whichever HTTP library huggingface_hub uses
 
 
@@ -49,7 +55,7 @@ def push_to_hub(directory: str | Path, repo_id: str, private: bool = True, revis
     """
     path = Path(directory)
     read_graft(path)
-    files = sorted(child.name for child in path.iterdir() if child.is_file() and _matches(child.name, [*FILES, CODE]))
+    files = sorted(child.name for child in path.iterdir() if child.is_file() and _matches(child.name, [*FILES, CODE_FILE]))
     api = HfApi()
     with _explained(f"{repo_id!r} could not be pushed to"):
         made = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

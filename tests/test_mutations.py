@@ -1,5 +1,5 @@
-"""Over 600 damaged or doctored graft and merged directories, the same ones each time: each is refused by `load_graft` with one line that names
-what is wrong. "Fitted" ones have hashes made to fit again, as somebody would who means harm."""
+"""Over 600 damaged or doctored graft and merged directories, the same ones each time: each is refused by `load_graft` with one line that
+names what is wrong. "Fitted" ones have hashes made to fit again, as somebody would who means harm."""
 
 import io
 import json
