@@ -35,7 +35,8 @@ def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str,
     described = read_config(directory)
     config = EngramConfig.from_dict(described["config"])
     _check_listed(directory, described)
-    check_files(directory, described["files"])
+    unfetched = {CODE_FILE} if not (directory / CODE_FILE).exists() else set()  # code is not run here: a download leaves it out
+    check_files(directory, {name: digest for name, digest in described["files"].items() if name not in unfetched})
     tensors = read_tensors(directory, memory_files(described))
     plan = stored_plan(directory, config, tensors)
     _check_taps(directory, config, tensors)

@@ -27,6 +27,7 @@ from engram_graft.files import ADAPTER_CONFIG, ADAPTER_FILE, TENSOR_FILE
 from engram_graft.grafted import memories
 from engram_graft.integrity import CONFIG_FILE, file_hash, write_description
 from engram_graft.params import is_memory
+from engram_graft.remote import CODE_FILE
 
 Change = Callable[[Path], Any]
 INDEX = "model.safetensors.index.json"
@@ -161,7 +162,8 @@ def of_files(directory: Path) -> Iterator[tuple[str, Change]]:
         yield f"{name}: a byte more", content(name, lambda whole: whole + b"\0")
         for at in (0, 9, *(generator.randrange(size) for _ in range(3)), size - 1):
             yield f"{name}: byte {at} flipped", content(name, flip(at))
-        yield f"{name}: not there", lambda directory, name=name: (directory / name).unlink()
+        if name != CODE_FILE:  # which load_graft has no use for
+            yield f"{name}: not there", lambda directory, name=name: (directory / name).unlink()
         yield f"{name}: a link out of the directory", outside(name)
         yield f"{name}: a directory", lambda directory, name=name: ((directory / name).unlink(), (directory / name).mkdir())
         yield f"{name}: not listed", about(lambda found, name=name: found["files"].pop(name))
