@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from engram_graft.cli import bench, export, generate, import_graft, inspect, probe, train, verify
+from engram_graft.cli import bench, export, generate, import_graft, inspect, probe, push, train, verify
 from engram_graft.errors import PromiseError, UserError
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # an unknown option, a missing argument, a value of the wrong type
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (train, verify, probe, export, import_graft, generate, inspect, bench):
+for module in (train, verify, probe, export, import_graft, push, generate, inspect, bench):
     app.command(module.__name__.rpartition(".")[2].removesuffix("_graft"), epilog=module.HELP_END)(module.command)
 
 

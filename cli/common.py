@@ -105,6 +105,13 @@ def open_graft(
     return model.to(place), tokenizer
 
 
+def local(directory: str) -> str:
+    """A graft or merged directory as it is, one on the hub ("user/name") downloaded."""
+    from engram_graft.hub import resolve
+
+    return str(resolve(directory))
+
+
 def say(text: str = "") -> None:
     """A line for the reader; on standard error, so that standard output is the result alone."""
     if RANK:

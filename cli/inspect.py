@@ -25,11 +25,10 @@ def command(
 ) -> None:
     """Geometry, vocabulary before and after compression, parameters and bytes; for a trained graft row coverage and collisions."""
     quiet()
-    from engram_graft.integrity import CONFIG_FILE
+    from engram_graft.hub import find
 
-    report = (
-        _graft(Path(source)) if (Path(source) / CONFIG_FILE).is_file() else _base(source, parse_layers(layers), setting or [])
-    )
+    directory = find(source)
+    report = _base(source, parse_layers(layers), setting or []) if directory is None else _graft(directory)
     if json:
         emit(report)
         return

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Json, RecordedDtype, TableDir, TableTier, emit, examples, open_graft, quiet, say
+from engram_graft.cli.common import (
+    Device,
+    Json,
+    RecordedDtype,
+    TableDir,
+    TableTier,
+    emit,
+    examples,
+    local,
+    open_graft,
+    quiet,
+    say,
+)
 from engram_graft.cli.show import show, show_comparison
 from engram_graft.errors import UserError
 
@@ -64,8 +76,12 @@ def command(
         return
     if len(given) != 1:
         raise UserError(f"{len(given)} directories: name one graft directory to probe, or several with --compare")
-    directory = given[0]
+    from engram_graft.hub import on_hub
     from engram_graft.integrity import CONFIG_FILE
+
+    if on_hub(given[0]) and output is None:
+        raise UserError(f"{given[0]} is on the hub: name a directory here for its report with --output")
+    directory = local(given[0])
 
     target = Path(output or directory)
     if target.resolve() != Path(directory).resolve() and (target / CONFIG_FILE).exists():

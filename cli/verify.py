@@ -15,6 +15,7 @@ from engram_graft.cli.common import (
     base_with_lora,
     emit,
     examples,
+    local,
     open_graft,
     parse_layers,
     quiet,
@@ -25,7 +26,9 @@ HELP_END = examples("engram-graft verify --base smollm2 --layers 2,6", "engram-g
 
 
 def command(
-    directory: Annotated[str | None, typer.Argument(help="A graft directory; or give --base to check a fresh graft.")] = None,
+    directory: Annotated[
+        str | None, typer.Argument(help="A graft directory, or a hub id; or give --base to check a fresh graft.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Hub id, directory, .gguf file or alias of a base to graft and check.")] = None,
     layers: Annotated[str, typer.Option(help="Layers of the fresh graft, counted from 0.")] = "2,6",
     lora_rank: Annotated[int, typer.Option(help="Of LoRA beside the fresh graft; 0 for none.")] = 8,
@@ -46,7 +49,7 @@ def command(
         report = _fresh(base, layers, lora_rank, dtype, table_dir, device, quietly=json)
     else:
         assert directory is not None
-        report = _trained(directory, dtype, table_dir, device, quietly=json)
+        report = _trained(local(directory), dtype, table_dir, device, quietly=json)
     if json:
         emit(report)
     if not report["ok"]:

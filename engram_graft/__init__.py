@@ -1,6 +1,6 @@
 """engram-graft: conditional memory (Engram, arXiv 2601.07372) for any pretrained Hugging Face causal language model.
 
-The twelve names below are the public API; they load on first use, so that `import engram_graft` and `--help` are quick.
+The thirteen names below are the public API; they load on first use, so that `import engram_graft` and `--help` are quick.
 """
 
 from importlib import import_module
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engram_graft.export import export_merged
     from engram_graft.grafted import disable_graft, trainable_parameters
     from engram_graft.hooks import graft, ungraft
+    from engram_graft.hub import push_to_hub
     from engram_graft.packs import remove_pack, use_packs
     from engram_graft.run import train
     from engram_graft.verify import verify_identity
@@ -24,6 +25,7 @@ __all__ = [
     "export_merged",
     "graft",
     "load_graft",
+    "push_to_hub",
     "remove_pack",
     "save_graft",
     "train",
@@ -39,6 +41,7 @@ _HOME = {
     "export_merged": "export",
     "graft": "hooks",
     "load_graft": "checkpoint",
+    "push_to_hub": "hub",
     "remove_pack": "packs",
     "save_graft": "checkpoint",
     "train": "run",

@@ -12,11 +12,12 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
+from engram_graft.adapter_config import read_adapter
 from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 
@@ -98,6 +99,7 @@ def load_adapter(model: nn.Module, directory: Path, name: str, trainable: bool) 
         UserError: a tensor does not find its place, or the adapter cannot be added to the others; the model is as it was.
     """
     before, others, peft = active_adapters(model), adapter_configs(model), find_peft(model)
+    options = read_adapter(directory / CONFIG_NAME, directory / SAFETENSORS_WEIGHTS_NAME)
     if name in others:
         raise UserError(f"the model has an adapter {name!r} already: load this graft under another name")
     own = {part for path, _ in [*model.named_modules(), *model.named_parameters()] for part in path.split(".")}
@@ -108,9 +110,9 @@ def load_adapter(model: nn.Module, directory: Path, name: str, trainable: bool) 
     with _same_trainable(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Adapter name")  # one that is a part of "lora_": the keys are compared below
         try:
-            require_addable({**others, name: PeftConfig.from_pretrained(str(directory))})
+            require_addable({**others, name: options})
             if peft is None:
-                peft = PeftModel.from_pretrained(model, str(directory), name, is_trainable=trainable)  # type: ignore[arg-type]
+                peft = PeftModel.from_pretrained(model, str(directory), name, is_trainable=trainable, config=options)  # type: ignore[arg-type]
             else:
                 peft.load_adapter(str(directory), name, is_trainable=trainable)
             with safe_open(directory / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
@@ -123,8 +125,8 @@ def load_adapter(model: nn.Module, directory: Path, name: str, trainable: bool) 
         except BaseException as error:
             remove_adapter(model, name)
             activate(model, before)
-            if isinstance(error, UserError) or not isinstance(error, (ValueError, RuntimeError, KeyError, TypeError)):
-                raise
+            if isinstance(error, UserError) or not isinstance(error, Exception):
+                raise  # PEFT fails with exceptions of any kind on names, indices or patterns that do not fit
             raise UserError(f"{directory}: its LoRA adapter cannot be loaded ({first_line(error)})") from error
     return peft
 

@@ -5,13 +5,13 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +28,7 @@ from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 from engram_graft.params import adapter_names, base_name, is_memory
 from engram_graft.sharding import whole
+from engram_graft.shards import check_index, require_inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +48,30 @@ _SAMPLED_TENSORS, _SAMPLES = 48, 8
 _TOLERANCE = 0.005
 
 
-def load_base(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base(name: str, dtype: str = "float32", exact: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in eval mode, and its tokenizer. `model.name_or_path` is `name`, by which it can be loaded again.
 
+    Args:
+        exact: refuse tensors that are neither the model's nor a memory's, as no merged directory has them.
+
     Raises:
-        UserError: no such base, or the hub cannot be reached.
+        UserError: no such base, its weights are a pickle or not all there, it needs code of its own, or the hub cannot be reached.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     source, extra = _resolve(name)
+    extra = {**extra, "use_safetensors": True}  # never a pickle
     if "gguf_file" in extra:  # plain tensors: a model that stays "quantized with gguf" cannot be saved again
         extra = {**extra, "quantization_config": GgufConfig(dequantize=True)}
     with _explained(name):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **extra)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **extra)
+    model, found = loaded
+    odd = sorted(key for key in found["unexpected_keys"] if not is_memory(key)) if exact else []
+    for kind, keys in (("lacks", sorted(found["missing_keys"])), ("has, besides the model's own,", odd)):
+        if keys:
+            raise UserError(
+                f"base {name!r}: {kind} {', '.join(keys[:3])} ({len(keys)} tensors); give a whole causal language model"
+            )
     model.config._name_or_path = name
     model.name_or_path = name
     return model.eval(), load_tokenizer(name)
@@ -86,24 +98,54 @@ def _resolve(name: str) -> tuple[str | Path, dict[str, Any]]:
     if alias is not None:
         carried = packaged(alias)
         if carried is None:
-            return alias.hub, _from_hub()
+            return alias.hub, _untrusted(hub_options())
         source = carried
     elif not source.exists():
         if source.suffix == ".gguf" or name.count("/") > 1 or name.startswith((".", "~", "/")):
             raise UserError(f"base {name!r}: no such file or directory")
-        return name, _from_hub()
+        return name, _untrusted(hub_options())
     if source.is_file():
         if source.suffix != ".gguf":
             raise UserError(f"base {name!r}: a file must be a .gguf; otherwise give its directory")
-        return source.parent, {"gguf_file": source.name}
+        return source.parent, _untrusted({"gguf_file": source.name})
     if not (source / "config.json").is_file():
         raise UserError(f"base {name!r}: the directory has no config.json; give the directory that save_pretrained wrote")
-    return source, {}
+    _check_directory(source)
+    return source, _untrusted({})
+
+
+def _untrusted(options: dict[str, Any]) -> dict[str, Any]:
+    """Said outright: left open, transformers asks on the terminal whether to run a directory's code."""
+    return {**options, "trust_remote_code": False}
+
+
+def _check_directory(source: Path) -> None:
+    """Refuse a base directory that would have transformers open files elsewhere, unpickle some, or put on adapters."""
+    check_index(source)
+    if (source / "adapter_config.json").exists():
+        raise UserError(
+            f"base {str(source)!r}: has an adapter (adapter_config.json) beside its weights; merge it, or give the bare base"
+        )
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        weights = config.get("transformers_weights")  # the file transformers would open instead of the usual ones
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{source / 'config.json'}: corrupt ({first_line(error)})") from error
+    if weights is not None:
+        require_inside(source, weights, "config.json")
+        if not weights.endswith((".safetensors", ".safetensors.index.json")):
+            raise UserError(f"{source / 'config.json'}: its weights are in {weights!r}, which is no safetensors file; refused")
+    pickles = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for path in source.glob(pattern))
+    if pickles and not any(source.glob("*.safetensors")):
+        raise UserError(
+            f"base {str(source)!r}: its weights are a pickle ({pickles[0]}), which can run code and is never opened; where you trust it, "
+            "load it with transformers and save_pretrained it anew, which writes safetensors"
+        )
 
 
 @functools.cache
-def _from_hub() -> dict[str, Any]:
-    """Without a network only the local cache can have it: asked at once, rather than after a minute of retries."""
+def hub_options() -> dict[str, Any]:
+    """What to tell huggingface_hub: without a network only the local cache can have it, asked at once rather than after a minute."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of whichever HTTP library huggingface_hub uses; the load below says what is missing
@@ -117,7 +159,14 @@ def _explained(name: str) -> Iterator[None]:
     """What transformers and the hub raise when they cannot load, in one line with the ways out."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of any kind: tokenizers raises bare ones, malformed files whatever they come across
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"base {name!r}: needs code of its own (auto_map in its config), and no code from a directory is run here; where you "
+                "trust it, load it yourself with trust_remote_code=True and pass the model and its tokenizer"
+            ) from error
         close = difflib.get_close_matches(name.lower(), ALIASES, 1)
         alias = ALIASES.get(name.lower())
         hint = f"Did you mean {close[0]}? " if close and alias is None else ""

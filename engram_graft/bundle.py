@@ -20,6 +20,7 @@ MODULES = (
     "cache",
     "context",
     "recall",
+    "shards",
     "integrity",
     "remote",
 )

@@ -28,6 +28,7 @@ from engram_graft.files import (
 )
 from engram_graft.grafted import find_graft, grafts, memories, require_bare
 from engram_graft.hooks import ungraft
+from engram_graft.hub import resolve
 from engram_graft.locate import embedding_weight, unwrap
 from engram_graft.mapped import Mapped
 from engram_graft.output import all_or_nothing
@@ -91,7 +92,8 @@ def load_graft(
     packs' names and are active together.
 
     Args:
-        directory: what `save_graft` or `export_merged` wrote; a list of them, which get their directories' names; or a dict by name.
+        directory: what `save_graft` or `export_merged` wrote, or the name it was pushed to the hub under, "user/name"; a list of them,
+            which get their directories' names; or a dict by name.
         base: a name for `load_base`, or a loaded model (with its `tokenizer`), bare or one that `load_graft` returned; by default the
             base that the (first) graft names.
         dtype: of the base when it is loaded here; by default the one it was trained with.
@@ -107,7 +109,7 @@ def load_graft(
         UserError: a file is missing, corrupt or of another shape (the keys are named), tokenizer or base is the wrong one, a name is
             taken, or adapters cannot be added. A model that was given is then as it was.
     """
-    packs = name_packs(directory, name)
+    packs = {given: resolve(path) for given, path in name_packs(directory, name).items()}
     described = [read_config(path) for path in packs.values()]
     if isinstance(base, nn.Module):
         if not isinstance(base, PreTrainedModel) and not (isinstance(base, PeftModel) and grafts(base)):
@@ -121,7 +123,8 @@ def load_graft(
     else:
         first = next(iter(packs.values()))
         source = str(base) if base else (str(first) if described[0]["merged"] else described[0]["base"]["name"])
-        model, loaded_tokenizer = load_base(source, dtype or described[0]["base"]["dtype"])
+        exact = described[0]["merged"] and not base
+        model, loaded_tokenizer = load_base(source, dtype or described[0]["base"]["dtype"], exact)
         tokenizer = tokenizer or loaded_tokenizer
     token_map, loaded = compress(tokenizer), []
     try:
@@ -154,7 +157,10 @@ def _load(
             f"{directory}: says of no other base that it fits; load it without base=, alone or as the first of several"
         )
     embedding_rows = embedding_weight(model).shape[0]
-    if not np.array_equal(plan.lookup, lookup_of(config.addresses, token_map, embedding_rows)[0]):
+    own = lookup_of(config.addresses, token_map, embedding_rows)[0]
+    if len(plan.lookup) == len(own) and not np.array_equal(plan.lookup, own):
+        raise UserError(f"{directory}: hash.lookup is not the map of the tokenizer that it names; copy the graft anew")
+    if len(plan.lookup) != len(own):
         raise UserError(f"wrong base: its embedding has {embedding_rows} rows, the memory's map covers {len(plan.lookup)} ids")
     require_bare(model, name)
     storage = Resident()

@@ -33,6 +33,9 @@ from engram_graft.rows import TABLES
 from engram_graft.sharding import is_sharded
 from engram_graft.stored import stored_table
 
+# `transformers serve` looks for a decision model, then a multimodal one, then for the architecture's name among its own: it never asks
+# AutoModelForCausalLM, and would serve the base alone
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForDecision", "AutoModelForMultimodalLM")
 _ROUNDING = 1e-3  # of logits in float32, when LoRA is folded in or kept apart
 
 
@@ -184,8 +187,8 @@ def _name_class(target: Path, base: PreTrainedModel, dtype: str, told: dict[str,
     for section in (config, config.get("text_config", {})):
         if "dtype" in section:
             section["dtype"] = dtype
-    module = CODE_FILE.removesuffix(".py")
-    config |= {"auto_map": {"AutoModelForCausalLM": f"{module}.{class_name(type(base))}"}, "engram_graft": told}
+    cls = f"{CODE_FILE.removesuffix('.py')}.{class_name(type(base))}"
+    config |= {"auto_map": dict.fromkeys(_AUTO_CLASSES, cls), "engram_graft": told}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -12,28 +12,34 @@ from torch import Tensor, nn
 
 from engram_graft.bases import fingerprint
 from engram_graft.card import model_card
+from engram_graft.codes import CODES
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
+from engram_graft.integers import stored_plan
 from engram_graft.integrity import CONFIG_FILE, check_files, file_hash, read_description, write_description
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
+from engram_graft.remote import CODE_FILE
+from engram_graft.rows import TABLES
 from engram_graft.stored import learned_rows
 
 FORMAT = 3
 TENSOR_FILE = "engram.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_INTEGERS = ("lookup", "multipliers", "primes", "offsets", "pad")
 
 
 def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str, Tensor], HashPlan]:
     """What a directory holds, checked as far as it can be without its base: description, config, tensors, integers."""
     described = read_config(directory)
     config = EngramConfig.from_dict(described["config"])
-    check_files(directory, described["files"])
+    _check_listed(directory, described)
+    unfetched = {CODE_FILE} if not (directory / CODE_FILE).exists() else set()  # code is not run here: a download leaves it out
+    check_files(directory, {name: digest for name, digest in described["files"].items() if name not in unfetched})
     tensors = read_tensors(directory, memory_files(described))
-    plan = _plan(directory, config, tensors)
+    plan = stored_plan(directory, config, tensors)
+    _check_taps(directory, config, tensors)
     for index, layer_id in enumerate(config.layer_ids):
         name, stored = f"layers.{layer_id}.table", described["tables"]
         wanted = plan.table_rows[index], config.head_dim, getattr(torch, config.dtype)
@@ -120,8 +126,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         }.items():
             if missing := keys - described[section].keys():
                 raise KeyError(f"{section}.{min(missing)}")
+        _check_structure(described)
         EngramConfig.from_dict(described["config"])
-        bool(described["merged"])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: corrupt ({type(error).__name__}: {error}); copy the graft anew") from error
     return described
@@ -143,17 +149,46 @@ def read_tensors(directory: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) -> HashPlan:
-    """The stored integers, checked against the config and the tables."""
-    missing = [f"hash.{name}" for name in _INTEGERS if f"hash.{name}" not in tensors]
-    if missing:
-        raise UserError(f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found")
-    shapes = {"multipliers": config.max_ngram_size, "primes": config.heads, "offsets": config.heads}
-    for name, columns in shapes.items():
-        if tuple(tensors[f"hash.{name}"].shape) != (len(config.layer_ids), columns):
-            raise UserError(
-                f"{directory}: hash.{name} has shape {list(tensors[f'hash.{name}'].shape)}, the config asks for another"
-            )
-    arrays = {name: tensors[f"hash.{name}"].numpy() for name in _INTEGERS}
-    multipliers, primes, offsets, lookup = (arrays[name] for name in ("multipliers", "primes", "offsets", "lookup"))
-    return HashPlan(multipliers, primes, offsets, lookup, int(arrays["pad"]), config.resets)
+def _check_structure(described: Mapping[str, Any]) -> None:
+    """Raise `TypeError` or `KeyError` where the description is not of the form that `describe` gives it."""
+    for name, kind in {"merged": bool, "files": dict, "config": dict}.items():
+        if not isinstance(described[name], kind):
+            raise TypeError(f"{name} is {described[name]!r}")
+    layout, code, known = described["tables"]["layout"], described["tables"]["code"], described["base"]["fingerprint"]
+    if layout not in TABLES or code not in CODES:
+        raise TypeError(f"tables are {layout!r} of {code!r}")
+    if known is None and described["merged"]:  # an export's own code saved it again
+        return
+    for name, kind in {
+        "model_type": str,
+        "hidden_size": int,
+        "num_hidden_layers": int,
+        "vocab_size": int,
+        "samples": dict,
+    }.items():
+        if not isinstance(known[name], kind):
+            raise TypeError(f"base.fingerprint.{name} is {known[name]!r}")
+    for name, values in known["samples"].items():
+        if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
+            raise TypeError(f"base.fingerprint.samples.{name} is no list of numbers")
+
+
+def _check_listed(directory: Path, described: Mapping[str, Any]) -> None:
+    """Raise `UserError` if opening the directory would read a file that has no sha256."""
+    kinds = ["adapter_model.*", ADAPTER_CONFIG]
+    if described["merged"]:
+        kinds += ["config.json", "*.safetensors", "*.index.json", CODE_FILE]
+    there = {path.name for kind in kinds for path in directory.glob(kind)}
+    if unlisted := sorted(there - described["files"].keys()):
+        raise UserError(
+            f"{directory / unlisted[0]}: {CONFIG_FILE} does not list it, so it is not of this graft; remove it, or copy the graft anew"
+        )
+
+
+def _check_taps(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` if the config's convolutions are not the files': they are made before they are filled."""
+    for layer_id in config.layer_ids if config.conv else ():
+        name = f"layers.{layer_id}.short_conv.weight"
+        shape = list(tensors[name].shape) if name in tensors else None
+        if shape is None or shape[-1:] != [config.kernel_size]:
+            raise UserError(f"{directory}: {name} has shape {shape}, the config says {config.kernel_size} taps")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_graft.errors import UserError
+from engram_graft.shards import check_index, require_inside
 
 CONFIG_FILE = "engram_config.json"
 
@@ -45,14 +46,14 @@ def read_description(directory: Path) -> dict[str, Any]:
 
 
 def check_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise `UserError` unless each file has the sha256 that `files` gives for it."""
+    """Raise `UserError` unless each file lies in the directory and has the sha256 that `files` gives for it."""
     for name, expected in files.items():
-        if Path(name).name != name:
-            raise UserError(f"{directory / CONFIG_FILE}: file name {name!r} leaves the directory; refused")
+        require_inside(directory, name, CONFIG_FILE)
         if not (directory / name).is_file():
             raise UserError(f"{directory / name}: missing; {CONFIG_FILE} lists it")
         if file_hash(directory / name) != expected:
             raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
+    check_index(directory)
 
 
 def _digest(described: Mapping[str, Any]) -> str:

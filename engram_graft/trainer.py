@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from engram_graft.bases import check_base
@@ -16,6 +16,7 @@ from engram_graft.checkpoint import save_graft
 from engram_graft.errors import UserError
 from engram_graft.exchange import exchange_gradients, exchange_rows, memory_parameters
 from engram_graft.files import TENSOR_FILE, canonical_name, read_config, read_tensors
+from engram_graft.generators import load_random, save_random
 from engram_graft.grafted import memories, trainable_parameters, without_ngrams
 from engram_graft.optim import EngramAdamW, clip_grad_norm
 from engram_graft.params import adapter_names
@@ -24,8 +25,12 @@ from engram_graft.restore import fill, fill_adapters
 from engram_graft.silence import SILENT
 from engram_graft.training_state import (
     OPTIMIZER_FILE,
+    SCALER_FILE,
+    SCHEDULER_FILE,
+    load_numbers,
     load_optimizer,
     require_same_run,
+    save_numbers,
     save_optimizer,
     seal,
     written_beside,
@@ -219,20 +224,34 @@ class EngramTrainerMixin(_Base):
         if self.args.should_save or self.is_fsdp_enabled:
             save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_FILE, self.args.should_save)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            save_numbers(self.lr_scheduler, Path(output_dir) / SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             assert self.optimizer is not None and self.lr_scheduler is not None
             load_optimizer(self.optimizer, Path(checkpoint) / OPTIMIZER_FILE)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+            load_numbers(self.lr_scheduler, Path(checkpoint) / SCHEDULER_FILE)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.args.should_save and getattr(self.accelerator, "scaler", None) is not None:
+            save_numbers(self.accelerator.scaler, Path(output_dir) / SCALER_FILE)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and getattr(self.accelerator, "scaler", None) is not None:
+            load_numbers(self.accelerator.scaler, Path(checkpoint) / SCALER_FILE)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)  # a process can be here before the first has written
+        save_random(Path(output_dir) / f"random_{self.args.process_index}.safetensors")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_random(Path(checkpoint) / f"random_{self.args.process_index}.safetensors")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        model = model or self._model
-        if adapter_names(model) and self.is_fsdp_enabled:
+        model = model or self._model  # read here: the Trainer would open whatever weights, pickles too, lie in the directory
+        if adapter_names(model):
             fill_adapters(model, Path(resume_from_checkpoint))
-        elif adapter_names(model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
         fill(model, read_tensors(Path(resume_from_checkpoint), [TENSOR_FILE]))
 
     def _load_best_model(self) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's training state: the optimizer in safetensors, and directories that are there whole or not at all.
+"""A checkpoint's training state, in safetensors and JSON, never a pickle; and directories that are there whole or not at all.
 
 A checkpoint is written beside and renamed, so that a run that is killed at any moment leaves complete ones only.
 """
@@ -21,6 +21,8 @@ from engram_graft.output import sync
 from engram_graft.sharding import whole
 
 OPTIMIZER_FILE, RUN_FILE = "optimizer.safetensors", "run.json"
+SCHEDULER_FILE, SCALER_FILE = "scheduler.json", "scaler.json"
+_ADVICE = "remove this checkpoint and resume again"
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, path: Path, lead: bool = True) -> None:
@@ -53,9 +55,23 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
             group["betas"] = tuple(group["betas"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: cannot be resumed from ({first_line(error)}); remove this checkpoint and resume again"
-        ) from error
+        raise UserError(f"{path}: cannot be resumed from ({first_line(error)}); {_ADVICE}") from error
+
+
+def save_numbers(state: Any, path: Path) -> None:
+    """Write the state of what has a `state_dict` of plain numbers: a schedule, a gradient scaler."""
+    try:
+        path.write_text(json.dumps(state.state_dict()) + "\n", encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: cannot be written ({first_line(error)})") from error
+
+
+def load_numbers(state: Any, path: Path) -> None:
+    """Give `state` what `save_numbers` wrote. Raises `UserError` if it is missing or does not fit."""
+    try:
+        state.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be resumed from ({first_line(error)}); {_ADVICE}") from error
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def test_cases_16_and_17_two_steps_and_two_resumed_equal_four_bitwise(schedule: 
     result = eg.train(made(tokenizer), tokenizer, plan, FACTS, resume=True)
     assert result["resumed_from"] == 2 and same(tmp_path / "whole", tmp_path / "halves")
     assert lines(tmp_path / "whole") == lines(tmp_path / "halves")
-    for name in (OPTIMIZER_FILE, "scheduler.pt", "engram.safetensors", "adapter_model.safetensors"):
+    for name in (OPTIMIZER_FILE, "scheduler.json", "engram.safetensors", "adapter_model.safetensors"):
         one, two = (tmp_path / run / "checkpoint-4" / name for run in ("whole", "halves"))
         assert one.read_bytes() == two.read_bytes(), name
     eg.train(made(tokenizer), tokenizer, recipe(tmp_path / "other", **{**options, "seed": 1}), FACTS)
@@ -304,7 +304,13 @@ def test_a_checkpoint_with_any_damaged_or_missing_file_is_refused_by_name(tokeni
     options = stopped(tokenizer, tmp_path)
     checkpoint = tmp_path / "checkpoint-2"
     names = sorted(path.name for path in checkpoint.iterdir())
-    assert {"rng_state.pth", "scheduler.pt", "trainer_state.json", "engram.safetensors", "adapter_model.safetensors"} < set(names)
+    assert {
+        "random_0.safetensors",
+        "scheduler.json",
+        "trainer_state.json",
+        "engram.safetensors",
+        "adapter_model.safetensors",
+    } < set(names)
     for name in names:
         whole = (checkpoint / name).read_bytes()
         for broken in (None, b"", whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]):
