@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_ENGRAM, randomize, tiny_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import engram_graft as eg
@@ -139,3 +140,15 @@ def test_without_the_flag_no_code_runs_and_the_base_is_served(merged: Path) -> N
     with serving(merged, merged.parent / "log2") as address:
         (reply,) = ask(address, merged)
     assert reply["choices"][0]["message"]["content"] == own_answer(merged, trust=False)
+
+
+def test_the_base_alone_is_written_for_other_servers(merged: Path, tmp_path: Path) -> None:
+    """As docs/serving.md does it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(merged)
+    for name in ("auto_map", "engram_graft"):
+        delattr(model.config, name)
+    model.save_pretrained(tmp_path / "plain")
+    AutoTokenizer.from_pretrained(merged).save_pretrained(tmp_path / "plain")
+    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == set(tiny_model().state_dict())
+    assert not {"auto_map", "engram_graft"} & json.loads((tmp_path / "plain" / "config.json").read_text()).keys()
+    assert own_answer(tmp_path / "plain", trust=False) == own_answer(merged, trust=False)
