@@ -96,7 +96,7 @@ def export_merged(
         tokenizer.save_pretrained(target)
         (target / CODE_FILE).write_text(code, encoding="utf-8")
         _name_class(target, base, dtype or own, _told(model, described, of_tables, len(memory.lookup)))
-        describe_files(target, described, type(base).__name__)
+        describe_files(target, described, class_name(type(base)))
         before = measure(model, tokenizer, questions)
         reopened = reopen(target)
         _check_tensors(state | of_memory | of_tables, reopened)

@@ -65,12 +65,13 @@ class EngramModel(PreTrainedModel):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As transformers', and `engram_config.json` with the new files' sha256."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        describe_files(Path(save_directory), self.config.engram_graft["described"], self.base_class.__name__)
+        describe_files(Path(save_directory), self.config.engram_graft["described"], type(self).__name__)
 
 
 def describe_files(directory: Path, described: dict[str, Any], architecture: str) -> None:
-    """Finish a directory that `save_pretrained` wrote: its config names the class that opens it without our code, and
-    `engram_config.json` holds each file's sha256."""
+    """Finish a directory that `save_pretrained` wrote: its config names the class that its code has, `architecture`, so that a server
+    that goes by this name cannot take it for the base; `AutoModelForCausalLM` goes by the model type. `engram_config.json` holds each
+    file's sha256."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [architecture]
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -136,10 +137,20 @@ def test_two_conversations_at_once_do_not_mix(server: str, merged: Path) -> None
     assert [reply["choices"][0]["message"]["content"] for reply in replies] == alone * 3 and alone[0] != alone[1]
 
 
-def test_without_the_flag_no_code_runs_and_the_base_is_served(merged: Path) -> None:
-    with serving(merged, merged.parent / "log2") as address:
-        (reply,) = ask(address, merged)
-    assert reply["choices"][0]["message"]["content"] == own_answer(merged, trust=False)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_without_the_flag_or_with_a_damaged_file_it_is_not_served_as_the_base(
+    damaged: bool, merged: Path, tmp_path: Path
+) -> None:
+    """Either way transformers goes on to look for a class of the architecture's name, and would have served the base if it had one."""
+    directory = Path(shutil.copytree(merged, tmp_path / "merged"))
+    if damaged:
+        weights = bytearray((directory / "model.safetensors").read_bytes())
+        weights[-3] ^= 1
+        (directory / "model.safetensors").write_bytes(weights)
+    options = ["--trust-remote-code"] if damaged else []
+    ends = pytest.raises(AssertionError, match="transformers has no attribute .?EngramLlamaForCausalLM")
+    with ends, serving(directory, tmp_path / "log", *options):
+        pass
 
 
 def test_the_base_alone_is_written_for_other_servers(merged: Path, tmp_path: Path) -> None:
