@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engram_graft.adapter_config import read_adapter
 from engram_graft.adapters import active_adapters, adapter_configs, find_peft, is_merged, load_adapter, remove_adapter
 from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.compress import TokenMap, compress, lookup_of
@@ -71,6 +72,7 @@ def save_graft(model: nn.Module, directory: str | Path, name: str | None = None)
                 for path in (scratch / adapter).iterdir():
                     path.rename(scratch / path.name)
                 (scratch / adapter).rmdir()
+            read_adapter(scratch / ADAPTER_CONFIG, scratch / ADAPTER_FILE)  # what could not be loaded again is not saved
         write_graft(scratch, memory_tensors(model, name), describe(model, of_base, name), Path(directory))
         written = {path.name for path in scratch.iterdir()}
     for file in {ADAPTER_FILE, ADAPTER_CONFIG} - written:  # of an older graft here that had LoRA

@@ -18,7 +18,15 @@ from engram_graft.errors import UserError
 from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
 from engram_graft.integers import stored_plan
-from engram_graft.integrity import CONFIG_FILE, check_files, file_hash, read_description, write_description
+from engram_graft.integrity import (
+    CONFIG_FILE,
+    READ_OF_MERGED,
+    check_files,
+    check_listed,
+    file_hash,
+    read_description,
+    write_description,
+)
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
 from engram_graft.remote import CODE_FILE
@@ -28,13 +36,14 @@ from engram_graft.stored import learned_rows
 FORMAT = 3
 TENSOR_FILE = "engram.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+READ_OF_GRAFT = (TENSOR_FILE, "adapter_model.*", ADAPTER_CONFIG)
 
 
 def read_graft(directory: Path) -> tuple[dict[str, Any], EngramConfig, dict[str, Tensor], HashPlan]:
     """What a directory holds, checked as far as it can be without its base: description, config, tensors, integers."""
     described = read_config(directory)
     config = EngramConfig.from_dict(described["config"])
-    _check_listed(directory, described)
+    check_listed(directory, described["files"], READ_OF_MERGED if described["merged"] else READ_OF_GRAFT)
     unfetched = {CODE_FILE} if not (directory / CODE_FILE).exists() else set()  # code is not run here: a download leaves it out
     check_files(directory, {name: digest for name, digest in described["files"].items() if name not in unfetched})
     tensors = read_tensors(directory, memory_files(described))
@@ -171,18 +180,6 @@ def _check_structure(described: Mapping[str, Any]) -> None:
     for name, values in known["samples"].items():
         if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
             raise TypeError(f"base.fingerprint.samples.{name} is no list of numbers")
-
-
-def _check_listed(directory: Path, described: Mapping[str, Any]) -> None:
-    """Raise `UserError` if opening the directory would read a file that has no sha256."""
-    kinds = ["adapter_model.*", ADAPTER_CONFIG]
-    if described["merged"]:
-        kinds += ["config.json", "*.safetensors", "*.index.json", CODE_FILE]
-    there = {path.name for kind in kinds for path in directory.glob(kind)}
-    if unlisted := sorted(there - described["files"].keys()):
-        raise UserError(
-            f"{directory / unlisted[0]}: {CONFIG_FILE} does not list it, so it is not of this graft; remove it, or copy the graft anew"
-        )
 
 
 def _check_taps(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from engram_graft.errors import UserError
 from engram_graft.shards import check_index, require_inside
 
 CONFIG_FILE = "engram_config.json"
+READ_OF_MERGED = ("config.json", "*.safetensors", "*.index.json", "*.py", "adapter_model.*", "adapter_config.json")
 
 
 def file_hash(path: Path) -> str:
@@ -54,6 +55,15 @@ def check_files(directory: Path, files: Mapping[str, str]) -> None:
         if file_hash(directory / name) != expected:
             raise UserError(f"{directory / name}: corrupt (its sha256 is not the one in {CONFIG_FILE}); copy the graft anew")
     check_index(directory)
+
+
+def check_listed(directory: Path, files: Mapping[str, str], kinds: Sequence[str]) -> None:
+    """Raise `UserError` if a file of one of these kinds, which opening the directory would read, is not among `files`."""
+    there = {path.name for kind in kinds for path in directory.glob(kind)}
+    if unlisted := sorted(there - files.keys()):
+        raise UserError(
+            f"{directory / unlisted[0]}: {CONFIG_FILE} does not list it, so it is not of this graft; remove it, or copy the graft anew"
+        )
 
 
 def _digest(described: Mapping[str, Any]) -> str:

@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan
-from engram_graft.integrity import check_files, file_hash, read_description, write_description
+from engram_graft.integrity import READ_OF_MERGED, check_files, check_listed, file_hash, read_description, write_description
 from engram_graft.layer import Engram
 from engram_graft.recall import Recall, install, put
 from engram_graft.rows import LearnedRows
 
 CODE_FILE = "modeling_engram.py"
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+_KINDS |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
 
 
 class EngramModel(PreTrainedModel):
@@ -54,18 +58,35 @@ class EngramModel(PreTrainedModel):
         """As transformers', but strict: damaged files, missing, unexpected or misshapen tensors are errors."""
         source, wanted = Path(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
         if source.is_dir():
-            check_files(source, read_description(source)["files"])
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            files = read_description(source)["files"]
+            check_listed(source, files, READ_OF_MERGED)
+            check_files(source, files)
+        try:
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise UserError(f"{source}: a file is corrupt or truncated ({error}); copy the export anew") from error
         model, found = loaded
         faults = {kind: found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found.get(kind)}
         if faults:
             raise UserError(f"{source}: its tensors do not fit its config: {faults}; copy the export anew")
+        if source.is_dir():
+            _require_dtypes(source, model)
         return (model, found) if wanted else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As transformers', and `engram_config.json` with the new files' sha256."""
         super().save_pretrained(save_directory, *args, **kwargs)
         describe_files(Path(save_directory), self.config.engram_graft["described"], type(self).__name__)
+
+
+def _require_dtypes(directory: Path, model: torch.nn.Module) -> None:
+    """Raise `UserError` if a tensor of the memory has another dtype in its file: loading would have cast it."""
+    own = model.state_dict()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in (name for name in file.keys() if ".engram" in f".{name}" and name in own):  # noqa: SIM118
+                if (kind := file.get_slice(name).get_dtype()) != _KINDS[own[name].dtype]:
+                    raise UserError(f"{path}: {name} is {kind}, its config says {_KINDS[own[name].dtype]}; copy the export anew")
 
 
 def describe_files(directory: Path, described: dict[str, Any], architecture: str) -> None:

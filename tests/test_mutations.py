@@ -23,6 +23,7 @@ from torch import nn
 import engram_graft as eg
 from engram_graft.bases import load_base
 from engram_graft.errors import UserError
+from engram_graft.export import reopen
 from engram_graft.files import ADAPTER_CONFIG, ADAPTER_FILE, TENSOR_FILE
 from engram_graft.grafted import memories
 from engram_graft.integrity import CONFIG_FILE, file_hash, write_description
@@ -465,6 +466,27 @@ def test_every_mutated_directory_is_refused_with_what_is_wrong(
             faults.append(f"{name}: {fault}")
     assert not faults, f"{len(faults)} of {len(names)}:\n" + "\n".join(faults)
     assert len(names) >= 200 and not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_code_an_export_ships_refuses_what_is_damaged(directories: dict[str, Path], tmp_path: Path) -> None:
+    """Of all mutations those of its files, but its own: a changed program cannot be asked whether it is."""
+    own = [(name, change) for name, change in of_files(directories["merged"]) if CODE_FILE not in name]
+    for name in sorted(described(directories["merged"])["files"]):
+        own += [*of_safetensors(name, directories["merged"])] if name.endswith(".safetensors") else []
+    own += of_index(directories["merged"])
+    reopen(copied(directories["merged"], tmp_path / "scratch"))
+    opened, unsaid = [], []
+    for name, change in own:
+        copy = copied(directories["merged"], tmp_path / "scratch")
+        change(copy)
+        try:
+            reopen(copy)
+        except (ValueError, RuntimeError, OSError, SyntaxError) as error:
+            unsaid += [] if str(error).strip() else [name]
+        else:
+            opened.append(name)
+    assert not opened and not unsaid and len(own) > 100, (opened, unsaid)
 
 
 def test_the_mutations_are_the_same_each_time(directories: dict[str, Path]) -> None:

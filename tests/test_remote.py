@@ -106,7 +106,7 @@ def test_the_shipped_code_is_our_modules_line_by_line() -> None:
     assert {name: shipped[name] for name in ours} == ours
     outside = {n.module.split(".")[0] for n in tree.body if isinstance(n, ast.ImportFrom) and n.module}
     outside |= {alias.name.split(".")[0] for n in tree.body if isinstance(n, ast.Import) for alias in n.names}
-    assert outside - set(sys.stdlib_module_names) == {"numpy", "torch", "transformers"}
+    assert outside - set(sys.stdlib_module_names) == {"numpy", "safetensors", "torch", "transformers"}
 
 
 def test_names_that_would_collide_in_the_shipped_file_are_noticed(monkeypatch: Any) -> None:
