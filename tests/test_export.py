@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import TINY_ENGRAM, keep_seen, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
@@ -237,6 +238,13 @@ def test_case_26_the_base_is_merged_in_float32_and_cast_once_to_another_dtype(tm
     wide = merged_state(model)
     assert all(torch.equal(tensor, wide[name].to(torch.bfloat16)) for name, tensor in opened.state_dict().items())
     assert reopen(tmp_path / "m").get_parameter("model.layers.1.engram.key_norm").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_tied_is_written_once_in_every_dtype(tied: bool, dtype: str | None, tmp_path: Path, tokenizer: Any) -> None:
+    eg.export_merged(with_lora(tokenizer, tie_word_embeddings=tied), tokenizer, tmp_path / "m", dtype=dtype)
+    assert ("lm_head.weight" in load_file(tmp_path / "m" / "model.safetensors")) != tied
 
 
 def test_several_adapters_are_chosen_from(tmp_path: Path, tokenizer: Any, ids: Any) -> None:
