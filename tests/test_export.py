@@ -214,6 +214,18 @@ def test_tables_in_fewer_bits_are_rounded_once_and_the_report_says_what_it_costs
     assert torch.equal(loaded(ids).logits, reopen(tmp_path / "m")(ids).logits)
 
 
+def test_tables_without_float8_need_no_torch_that_has_its_scales(
+    tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.delattr(torch, "float8_e8m0fnu")  # as torch 2.6 is
+    model = grafted()
+    for tables in ("sparse", "dense"):
+        eg.export_merged(model, tokenizer, tmp_path / tables, tables=tables)
+        assert torch.equal(reopen(tmp_path / tables)(ids).logits, model(ids).logits)
+    with pytest.raises(AttributeError):  # control
+        eg.export_merged(model, tokenizer, tmp_path / "float8", table_dtype="float8")
+
+
 def test_float8_is_within_a_sixteenth_and_keeps_what_it_can_say() -> None:
     values = torch.randn(50, 70) * torch.logspace(-6, 6, 50)[:, None]
     values[0], values[1, :32], values[2, 0], values[3, 32:64] = 0, 448, 448.001, 0
