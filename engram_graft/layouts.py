@@ -29,7 +29,6 @@ from engram_graft.stored import every_row
 from engram_graft.weights import INDEX, Weights, read_json
 
 LAYOUTS: dict[str, Any] = {"qwen4_exp": qwen4_exp, "deepseek_v41": deepseek}
-_PARTS = {"qwen4_exp": "model.layers.{}.ple.", "deepseek_v41": "layers.{}.engram."}
 
 
 def recognise(source: Path) -> tuple[str, dict[str, Any]]:
@@ -91,8 +90,7 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
         raise UserError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}")
     described, config, tensors, plan = read_graft(Path(directory))
     kind = LAYOUTS[layout]
-    in_base = described["base"]["fingerprint"].get("vocab_size")
-    ids = in_base if layout == "qwen4_exp" else described["tokenizer"]["compressed"]
+    ids = len(plan.lookup) if kind.NEEDS["addresses"] == "qwen4_exp" else described["tokenizer"]["compressed"]
     reasons = _reasons(kind, config, plan, ids)
     if reasons:
         raise UserError(f"{directory}: {layout} cannot say what this memory does: {'; '.join(reasons)}")
@@ -106,7 +104,7 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
             table = every_row(*stored, plan.table_rows[index], row_seed(config, layer_id))
             made, error = kind.tensors(parameters, table, plan, index)
             file = f"model-{index + 1:05}-of-{len(config.layer_ids):05}.safetensors"
-            named = {f"{_PARTS[layout].format(layer_id)}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}
+            named = {f"{kind.PREFIX.format(layer_id)}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}
             save_file(named, target / file, metadata={"format": "pt"})
             files |= dict.fromkeys(named, file)
             largest = max(largest, error)
