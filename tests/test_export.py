@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
 from engram_graft import export
+from engram_graft import repack as repacking
 from engram_graft.codes import decode, encode
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.export import reopen
-from engram_graft.files import memory_tensors
+from engram_graft.files import memory_tensors, write_graft
 from engram_graft.grafted import memories
 from engram_graft.integrity import read_description
 from engram_graft.locate import unwrap
@@ -347,10 +348,20 @@ def test_the_memory_alone_is_small_and_loads(code: str | None, tmp_path: Path, t
     assert (eg.load_graft(tmp_path / "resaved")[0](ids).logits == loaded(ids).logits).all()
 
 
+def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With one number of the memory another."""
+    name = "layers.1.key_norm"
+    return {**tensors, name: tensors[name] + 1}
+
+
 def test_a_failed_repack_leaves_nothing(tmp_path: Path, grafted: Any, monkeypatch: Any) -> None:
     eg.save_graft(grafted(), tmp_path / "graft")
     with pytest.raises(UserError, match="table_dtype='int8'"):
         repack(tmp_path / "graft", tmp_path / "pack", "int8")
+    with monkeypatch.context() as patched, pytest.raises(PromiseError, match="read back"):
+        patched.setattr(repacking, "write_graft", lambda target, tensors, *rest: write_graft(target, changed(tensors), *rest))
+        repack(tmp_path / "graft", tmp_path / "pack", "float8")
+    assert not (tmp_path / "pack").exists()
     (tmp_path / "graft" / "engram.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="corrupt"):
         repack(tmp_path / "graft", tmp_path / "pack")
