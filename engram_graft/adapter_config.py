@@ -37,7 +37,7 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 # said about the adapter, of no account for loading it: left out of what PEFT gets
 _NOTES = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
 _DTYPES = ("F32", "BF16", "F16")
-_STARTS = (True, False, "gaussian", "orthogonal", "mica")  # the others change the base's weights
+STARTS = (True, False, "gaussian", "orthogonal", "mica")  # values of `init_lora_weights`; the others change the base's weights
 
 
 def read_adapter(config_file: Path, tensor_file: Path) -> LoraConfig:
@@ -65,7 +65,7 @@ def read_adapter(config_file: Path, tensor_file: Path) -> LoraConfig:
             raise UserError(
                 f"{config_file}: {name}={value!r} is not loaded with a graft; train without it, or merge it into the base"
             )
-    if kept.get("init_lora_weights", True) not in _STARTS:
+    if kept.get("init_lora_weights", True) not in STARTS:
         raise UserError(
             f"{config_file}: init_lora_weights={kept['init_lora_weights']!r} changes the base's weights, which a graft leaves as they "
             "are; start LoRA from its default"

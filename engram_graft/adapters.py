@@ -17,11 +17,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
-from engram_graft.adapter_config import read_adapter
+from engram_graft.adapter_config import STARTS, read_adapter
 from engram_graft.errors import UserError, first_line
 from engram_graft.locate import unwrap
 
-_STARTS = (True, False, "gaussian", "orthogonal")  # values of `init_lora_weights` that leave the base's weights as they are
 _OF_PEFT = ("lora_", "base_layer", "base_model", "original_module", "modules_to_save", "training")  # parts of its names
 _OWN_WAYS = {  # settings of a LoRA that make it something other than an addend to the base's weights
     "use_dora": "is a DoRA, which scales the sum of all",
@@ -181,7 +180,7 @@ def _not_addable(config: Any) -> str | None:
 
 def _changes_base(config: Any) -> str | None:
     start = getattr(config, "init_lora_weights", True)
-    return None if start in _STARTS else f"changes the base's weights (init_lora_weights={start!r})"
+    return None if start in STARTS else f"changes the base's weights (init_lora_weights={start!r})"
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:

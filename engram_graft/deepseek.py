@@ -18,6 +18,7 @@ from engram_graft.pretrained import MAX_ORDER, Pretrained, epsilon, layer_number
 from engram_graft.weights import FLOATS, Weights
 
 LAYERS = "engram_layer_ids"
+PREFIX = "layers.{}.engram."
 NEEDS = {
     "addresses": "engram",
     "gate": "signed_sqrt",
@@ -122,7 +123,7 @@ def reasons(config: EngramConfig) -> list[str]:
 
 
 def tensors(parameters: Mapping[str, Tensor], table: Tensor, plan: HashPlan, index: int) -> tuple[dict[str, Tensor], float]:
-    """The tensors of a layer by their names behind "layers.N.engram.", and the largest rounding error of a row's value."""
+    """The tensors of a layer by their names behind `PREFIX`, and the largest rounding error of a row's value."""
     coded = encode(table, "float8")
     made = {"embed.weight": coded["values"], "embed.scale": coded["scale"]}
     made |= {"q_weight": parameters["query_norm"], "k_weight": parameters["key_norm"]}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft import deepseek, qwen4_exp
@@ -19,18 +18,17 @@ from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.files import ADAPTER_FILE, read_graft
 from engram_graft.hashing import HashPlan
-from engram_graft.initial import initial_rows, row_seed
+from engram_graft.initial import row_seed
 from engram_graft.integrity import CONFIG_FILE
 from engram_graft.mapped import Mapped
 from engram_graft.output import new_directory
 from engram_graft.plan import plan_hashes
 from engram_graft.pretrained import attach_pretrained
 from engram_graft.storage import Resident
-from engram_graft.table import CHUNK
+from engram_graft.stored import every_row
 from engram_graft.weights import INDEX, Weights, read_json
 
 LAYOUTS: dict[str, Any] = {"qwen4_exp": qwen4_exp, "deepseek_v41": deepseek}
-_PARTS = {"qwen4_exp": "model.layers.{}.ple.", "deepseek_v41": "layers.{}.engram."}
 
 
 def recognise(source: Path) -> tuple[str, dict[str, Any]]:
@@ -92,8 +90,7 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
         raise UserError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}")
     described, config, tensors, plan = read_graft(Path(directory))
     kind = LAYOUTS[layout]
-    in_base = described["base"]["fingerprint"].get("vocab_size")
-    ids = in_base if layout == "qwen4_exp" else described["tokenizer"]["compressed"]
+    ids = len(plan.lookup) if kind.NEEDS["addresses"] == "qwen4_exp" else described["tokenizer"]["compressed"]
     reasons = _reasons(kind, config, plan, ids)
     if reasons:
         raise UserError(f"{directory}: {layout} cannot say what this memory does: {'; '.join(reasons)}")
@@ -103,10 +100,11 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
         for index, layer_id in enumerate(config.layer_ids):
             prefix = f"layers.{layer_id}."
             parameters = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            table = _whole_table(config, layer_id, plan.table_rows[index], parameters)
+            stored = parameters["table.rows"], parameters["table.values"]
+            table = every_row(*stored, plan.table_rows[index], row_seed(config, layer_id))
             made, error = kind.tensors(parameters, table, plan, index)
             file = f"model-{index + 1:05}-of-{len(config.layer_ids):05}.safetensors"
-            named = {f"{_PARTS[layout].format(layer_id)}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}
+            named = {f"{kind.PREFIX.format(layer_id)}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}
             save_file(named, target / file, metadata={"format": "pt"})
             files |= dict.fromkeys(named, file)
             largest = max(largest, error)
@@ -135,19 +133,6 @@ def _reasons(kind: Any, config: EngramConfig, plan: HashPlan, ids: int) -> list[
                 f"its {name} are not those drawn for layers {list(config.layer_ids)}, seed {config.seed} and {ids} ids"
             )
     return reasons
-
-
-def _whole_table(config: EngramConfig, layer_id: int, total: int, parameters: Mapping[str, Tensor]) -> Tensor:
-    """All rows of a layer's table `[total, head_dim]`."""
-    rows, values = parameters["table.rows"], parameters["table.values"]
-    seed = row_seed(config, layer_id)
-    table = torch.zeros(total, config.head_dim, dtype=values.dtype)
-    if seed is not None and len(rows) < total:
-        for start in range(0, total, CHUNK):
-            at = torch.arange(start, min(start + CHUNK, total))
-            table[at] = initial_rows(at, config.head_dim, seed, values.dtype)
-    table[rows] = values
-    return table
 
 
 def _write(path: Path, contents: Mapping[str, Any]) -> None:

@@ -50,10 +50,13 @@ def merged_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
             trained = module.modules_to_save[module.active_adapters[0]]
             state.update({f"{name}.{leaf}": value for leaf, value in trained.state_dict().items()})
     if dtype is not None:
-        cast: dict[int, Tensor] = {}  # by tensor: what is tied is cast once
+        cast: dict[tuple[int, torch.Size], Tensor] = {}  # by where a tensor lies: what is tied is cast once and stays one
         for name, tensor in state.items():
             if tensor.is_floating_point():
-                state[name] = cast.setdefault(id(tensor), tensor.to(dtype))
+                place = tensor.data_ptr(), tensor.shape
+                if place not in cast:
+                    cast[place] = tensor.to(dtype)
+                state[name] = cast[place]
     return {name: tensor.detach() for name, tensor in state.items()}
 
 

@@ -19,6 +19,7 @@ from engram_graft.pretrained import MAX_ORDER, Pretrained, epsilon, layer_number
 from engram_graft.weights import Weights
 
 LAYERS = "ple_layer_ids"  # counted from 1
+PREFIX = "model.layers.{}.ple."
 NEEDS = {
     "addresses": "qwen4_exp",
     "gate": "signed_sqrt",
@@ -155,7 +156,7 @@ def reasons(config: EngramConfig) -> list[str]:
 
 
 def tensors(parameters: Mapping[str, Tensor], table: Tensor, plan: HashPlan, index: int) -> tuple[dict[str, Tensor], float]:
-    """The tensors of layer `index` by their names behind "layers.N.ple.", and the largest rounding error: of `1 + (gain - 1)`."""
+    """The tensors of layer `index` by their names behind `PREFIX`, and the largest rounding error: of `1 + (gain - 1)`."""
     made = {f"{theirs}.weight": parameters[ours] for theirs, ours in _MATRICES.items()}
     error = 0.0
     for theirs, ours in _NORMS.items():

@@ -1,13 +1,12 @@
-"""A graft directory made from another directory: from a merged one, or with its tables in fewer bits. No base is loaded for it."""
+"""A graft directory made from another directory: from a merged one, or with its tables in fewer bits. The base is loaded only where
+the directory has no fingerprint of it."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from engram_graft.bases import fingerprint, load_base
-from engram_graft.codes import CODES, encode
+from engram_graft.codes import CODES, decode, encode
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.files import ADAPTER_CONFIG, ADAPTER_FILE, read_graft, write_graft
 from engram_graft.output import new_directory
@@ -34,7 +33,12 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         raise UserError(f"table_dtype={table_dtype!r}: must be one of {', '.join(CODES)}")
     described, config, tensors, plan = read_graft(source)
     code = table_dtype or config.dtype
-    coded, tables = _coded(tensors, code)
+    written, expected = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(".table.values"):
+            coded = encode(written.pop(name), code)
+            written |= {name.removesuffix("values") + leaf: part for leaf, part in coded.items()}
+            expected[name] = decode(coded["values"], coded.get("scale"), tensor.dtype)
     base = dict(described["base"])
     if base.pop("changed", False):
         base["name"] = str(source)
@@ -45,28 +49,13 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         for name in _KEPT:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
-        write_graft(target, coded | tables, described, target)
+        write_graft(target, written, described, target)
         read = read_graft(target)[2]
-        if read.keys() != tensors.keys() or any(
-            read[name].shape != tensor.shape or (code == config.dtype and not read[name].equal(tensor))
-            for name, tensor in tensors.items()
-        ):
+        if read.keys() != expected.keys() or not all(read[name].equal(tensor) for name, tensor in expected.items()):
             raise PromiseError(f"{output}: what was read back is not what was written")
         return {
             "layers": list(config.layer_ids),
             "rows": sum(plan.table_rows),
             "bytes": sum(path.stat().st_size for path in target.iterdir()),
-            "table_bytes": sum(tensor.nbytes for tensor in tables.values()),
+            "table_bytes": sum(tensor.nbytes for name, tensor in written.items() if ".table." in name),
         }
-
-
-def _coded(tensors: dict[str, Tensor], code: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All tensors but the tables', as they are; the tables', their values coded."""
-    rest = {name: tensor for name, tensor in tensors.items() if ".table." not in name}
-    tables: dict[str, Tensor] = {}
-    for name in sorted(tensors.keys() - rest.keys()):
-        if name.endswith(".values"):
-            tables |= {name.removesuffix("values") + leaf: tensor for leaf, tensor in encode(tensors[name], code).items()}
-        else:
-            tables[name] = tensors[name]
-    return rest, tables

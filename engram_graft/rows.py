@@ -40,18 +40,18 @@ class LearnedRows(nn.Module):
         self.seed, self.dtype = row_seed(config, layer_id), getattr(torch, config.dtype)
         count = stored if layout == "sparse" else total
         values = torch.zeros(count, config.head_dim, dtype=CODES[code], device=device)
-        scale = torch.ones(count, scales(config.head_dim), dtype=torch.float8_e8m0fnu, device=device)
+        scale = rows = seen = None
         if code == "float8":
             self.register_buffer("values", values)
+            scale = torch.ones(count, scales(config.head_dim), dtype=torch.float8_e8m0fnu, device=device)
         else:
             self.values = nn.Parameter(values)
-        self.register_buffer("scale", scale if code == "float8" else None)
-        sparse, bits = (
-            torch.zeros(count, dtype=torch.int64, device=device),
-            torch.zeros((total + 7) // 8, dtype=torch.uint8, device=device),
-        )
-        self.register_buffer("rows", sparse if layout == "sparse" else None)
-        self.register_buffer("seen", bits if layout == "dense" else None)
+        if layout == "sparse":
+            rows = torch.zeros(count, dtype=torch.int64, device=device)
+        else:
+            seen = torch.zeros((total + 7) // 8, dtype=torch.uint8, device=device)
+        for name, tensor in (("scale", scale), ("rows", rows), ("seen", seen)):
+            self.register_buffer(name, tensor)
 
     def forward(self, rows: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Look up `rows` `[B, T, orders*heads]`: as `EngramTable.forward`."""

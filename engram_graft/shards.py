@@ -23,25 +23,29 @@ def require_inside(directory: Path, name: object, source: str) -> None:
     raise UserError(f"{where} is a link that leaves the directory; refused, put the file itself there")
 
 
-def check_index(directory: str | Path) -> list[str]:
-    """The names of all files that the safetensors indices of a directory name, each a safetensors file in it, sorted.
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, as a safetensors index in `path` has it; whether the files are there is not asked.
 
     Raises:
-        UserError: an index is corrupt, or names what is no safetensors file in this directory.
+        UserError: the index is corrupt, or names what is no safetensors file in its directory.
     """
-    home, names = Path(directory), set()
+    require_inside(path.parent, path.name, path.name)
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(tensor): name for tensor, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: corrupt ({type(error).__name__}: {error}); copy the directory anew") from error
+    for tensor, name in files.items():
+        require_inside(path.parent, name, path.name)
+        if not name.endswith(".safetensors"):
+            raise UserError(f"{path}: {tensor} is in {name!r}, which is no safetensors file; refused")
+    return files
+
+
+def check_index(directory: str | Path) -> None:
+    """Raise `UserError` unless the safetensors indices of a directory name safetensors files that are in it."""
+    home = Path(directory)
     for path in sorted(home.glob("*.index.json")):
-        require_inside(home, path.name, path.name)
-        try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            files = [(str(tensor), name) for tensor, name in weight_map.items()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: corrupt ({type(error).__name__}: {error}); copy the directory anew") from error
-        for tensor, name in files:
-            require_inside(home, name, path.name)
-            if not name.endswith(".safetensors"):
-                raise UserError(f"{path}: {tensor} is in {name!r}, which is no safetensors file; refused")
+        for name in sorted(set(read_index(path).values())):
             if not (home / name).is_file():
                 raise UserError(f"{home / name}: missing; {path.name} names it")
-            names.add(name)
-    return sorted(names)

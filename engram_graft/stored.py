@@ -7,22 +7,29 @@ from torch import Tensor
 
 from engram_graft.codes import CODES, decode, encode, scales
 from engram_graft.errors import UserError
+from engram_graft.initial import initial_rows
 from engram_graft.table import CHUNK, EngramTable, set_bits
 
 
 @torch.no_grad()
 def stored_table(table: EngramTable, layout: str, code: str) -> dict[str, Tensor]:
     """The tensors of a table: "values" (and "scale" with float8), with "rows" if sparse, with "seen" if dense."""
+    rows, values = table.saved_rows()
     if layout == "sparse":
-        rows, values = table.saved_rows()
         return {"rows": rows, **encode(values, code)}
-    total = len(table.weight)
-    values = torch.empty_like(table.weight, device="cpu")
-    for start in range(0, total, CHUNK):
-        rows = torch.arange(start, min(start + CHUNK, total), device=table.weight.device)
-        seen = table.is_seen(rows)
-        values[start : start + CHUNK] = torch.where(seen[:, None], table.weight[rows], table.initial(rows)).cpu()
-    return {"seen": table.seen.clone(), **encode(values, code)}
+    return {"seen": table.seen.clone(), **encode(every_row(rows.cpu(), values.cpu(), len(table.weight), table.seed), code)}
+
+
+def every_row(rows: Tensor, values: Tensor, total: int, seed: int | None) -> Tensor:
+    """`[total, dim]`: `values` `[n, dim]` at `rows`, all other rows as they start."""
+    dim, dtype = values.shape[1], values.dtype
+    table = torch.zeros(total, dim, dtype=dtype)
+    if seed is not None and len(rows) < total:
+        for start in range(0, total, CHUNK):
+            at = torch.arange(start, min(start + CHUNK, total))
+            table[at] = initial_rows(at, dim, seed, dtype)
+    table[rows] = values
+    return table
 
 
 def learned_rows(

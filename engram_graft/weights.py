@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engram_graft.errors import UserError
+from engram_graft.shards import read_index
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F32", "BF16", "F16")
@@ -28,7 +29,7 @@ class Weights:
         self.files: dict[str, str] = {}  # of each tensor
         self._open: dict[str, Any] = {}
         if (directory / INDEX).is_file():
-            self.files = _read_index(directory / INDEX)
+            self.files = read_index(directory / INDEX)
         elif (directory / SINGLE).is_file():
             self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -116,13 +117,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds a {type(found).__name__}, not an object; copy the checkpoint anew")
     return found
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    files = read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise UserError(f"{path}: corrupt (its weight_map is no map of tensors to files); copy the checkpoint anew")
-    for file in files.values():
-        if Path(file).name != file or file in ("", "..") or "\\" in file:
-            raise UserError(f"{path}: file name {file!r} leaves the directory; refused")
-    return files

@@ -7,14 +7,16 @@ import pytest
 import torch
 from conftest import TINY_ENGRAM, keep_seen, randomize, tiny_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import engram_graft as eg
 from engram_graft import export
+from engram_graft import repack as repacking
 from engram_graft.codes import decode, encode
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.export import reopen
-from engram_graft.files import memory_tensors
+from engram_graft.files import memory_tensors, write_graft
 from engram_graft.grafted import memories
 from engram_graft.integrity import read_description
 from engram_graft.locate import unwrap
@@ -213,6 +215,18 @@ def test_tables_in_fewer_bits_are_rounded_once_and_the_report_says_what_it_costs
     assert torch.equal(loaded(ids).logits, reopen(tmp_path / "m")(ids).logits)
 
 
+def test_tables_without_float8_need_no_torch_that_has_its_scales(
+    tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.delattr(torch, "float8_e8m0fnu")  # as torch 2.6 is
+    model = grafted()
+    for tables in ("sparse", "dense"):
+        eg.export_merged(model, tokenizer, tmp_path / tables, tables=tables)
+        assert torch.equal(reopen(tmp_path / tables)(ids).logits, model(ids).logits)
+    with pytest.raises(AttributeError):  # control
+        eg.export_merged(model, tokenizer, tmp_path / "float8", table_dtype="float8")
+
+
 def test_float8_is_within_a_sixteenth_and_keeps_what_it_can_say() -> None:
     values = torch.randn(50, 70) * torch.logspace(-6, 6, 50)[:, None]
     values[0], values[1, :32], values[2, 0], values[3, 32:64] = 0, 448, 448.001, 0
@@ -237,6 +251,13 @@ def test_case_26_the_base_is_merged_in_float32_and_cast_once_to_another_dtype(tm
     wide = merged_state(model)
     assert all(torch.equal(tensor, wide[name].to(torch.bfloat16)) for name, tensor in opened.state_dict().items())
     assert reopen(tmp_path / "m").get_parameter("model.layers.1.engram.key_norm").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_tied_is_written_once_in_every_dtype(tied: bool, dtype: str | None, tmp_path: Path, tokenizer: Any) -> None:
+    eg.export_merged(with_lora(tokenizer, tie_word_embeddings=tied), tokenizer, tmp_path / "m", dtype=dtype)
+    assert ("lm_head.weight" in load_file(tmp_path / "m" / "model.safetensors")) != tied
 
 
 def test_several_adapters_are_chosen_from(tmp_path: Path, tokenizer: Any, ids: Any) -> None:
@@ -327,10 +348,20 @@ def test_the_memory_alone_is_small_and_loads(code: str | None, tmp_path: Path, t
     assert (eg.load_graft(tmp_path / "resaved")[0](ids).logits == loaded(ids).logits).all()
 
 
+def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With one number of the memory another."""
+    name = "layers.1.key_norm"
+    return {**tensors, name: tensors[name] + 1}
+
+
 def test_a_failed_repack_leaves_nothing(tmp_path: Path, grafted: Any, monkeypatch: Any) -> None:
     eg.save_graft(grafted(), tmp_path / "graft")
     with pytest.raises(UserError, match="table_dtype='int8'"):
         repack(tmp_path / "graft", tmp_path / "pack", "int8")
+    with monkeypatch.context() as patched, pytest.raises(PromiseError, match="read back"):
+        patched.setattr(repacking, "write_graft", lambda target, tensors, *rest: write_graft(target, changed(tensors), *rest))
+        repack(tmp_path / "graft", tmp_path / "pack", "float8")
+    assert not (tmp_path / "pack").exists()
     (tmp_path / "graft" / "engram.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="corrupt"):
         repack(tmp_path / "graft", tmp_path / "pack")

@@ -23,6 +23,7 @@ from engram_graft.compress import compress
 from engram_graft.errors import UserError
 from engram_graft.files import read_graft
 from engram_graft.grafted import disable_graft, find_graft, memories
+from engram_graft.integrity import read_description, write_description
 from engram_graft.layouts import import_memory, write_layout
 from engram_graft.weights import INDEX
 from engram_graft.window import Window
@@ -233,6 +234,18 @@ def test_a_memory_trained_in_the_layout_of_qwen4_exp_comes_back_bit_for_bit(
         every = torch.arange(len(one.table.weight))
         assert torch.equal(one.table.read(every), other.table.read(every)) and one.table.count_seen() == len(every)
     assert one.table.count_seen() > other.table.count_seen(), "control: the graft had rows that nobody looked up"
+
+
+def test_an_export_that_says_of_no_base_is_written_as_the_graft_is(tokenizer: Any, tmp_path: Path) -> None:
+    model, directory = trained(tokenizer, tmp_path / "graft")
+    eg.export_merged(model, tokenizer, tmp_path / "merged")
+    described = read_description(tmp_path / "merged")
+    described["base"]["fingerprint"] = None  # as after `save_pretrained` of what was opened without the toolkit
+    write_description(tmp_path / "merged", described)
+    for source, output in ((directory, "one"), (tmp_path / "merged", "two")):
+        write_layout(source, "qwen4_exp", tmp_path / output)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
 
 
 def test_a_gain_that_its_difference_from_one_cannot_say_is_measured(tokenizer: Any, tmp_path: Path) -> None:

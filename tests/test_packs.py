@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import engram_graft as eg
+from engram_graft.adapter_config import STARTS
 from engram_graft.adapters import active_adapters, adapter_configs, require_addable
 from engram_graft.errors import UserError
 from engram_graft.files import CONFIG_FILE, TENSOR_FILE, memory_tensors
@@ -455,6 +456,14 @@ def test_an_adapter_that_changed_the_bases_weights_is_not_taken_for_one_that_can
             call()
     with pytest.raises(UserError, match="'default' changes the base's weights .*; load it alone"):
         require_addable({**adapter_configs(model), "b": LoraConfig(**LORA)})
+
+
+@pytest.mark.parametrize("start", [name for name in STARTS if name is not True])
+def test_an_adapter_that_starts_otherwise_but_leaves_the_base_can_go(start: Any, tokenizer: Any, ids: Tensor) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(**{**LORA, "init_lora_weights": start}))
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    require_addable({**adapter_configs(model), "b": LoraConfig(**LORA)})
+    assert torch.equal(logits(eg.remove_pack(model, "default"), ids), logits(tiny_model(), ids))
 
 
 def test_removing_inside_of_a_block_works_too(two: dict[str, Path], ids: Tensor) -> None:
