@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engram_graft.cli.common import Device, Json, TableDir, TableTier, emit, examples, open_graft, quiet, say
+from engram_graft.cli.common import Device, Json, TableDir, TableTier, emit, examples, local, open_graft, quiet, say
 from engram_graft.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ HELP_END = examples(
 
 
 def command(
-    directory: Annotated[str, typer.Argument(help="A graft directory.")],
+    directory: Annotated[str, typer.Argument(help="A graft directory, or a hub id.")],
     output: Annotated[str, typer.Option(help="Directory to make; must not exist or be empty.")],
     dtype: Annotated[str | None, typer.Option(help="Of the base's weights; by default as they are.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
@@ -41,6 +41,7 @@ def command(
 
     quiet()
     require_free(output)
+    directory = local(directory)
     if layout is not None:
         _refuse_beside("--layout", dtype=dtype, table_dtype=table_dtype, adapter_only=adapter_only, tables=tables != "sparse")
         _as_layout(directory, layout, output, json)

@@ -128,13 +128,6 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path}: format {described['format']!r}, this version reads {FORMAT}; use the version of engram-graft that wrote it"
             )
-        for section, keys in {
-            "tokenizer": {"fingerprint", "ids", "compressed"},
-            "base": {"name", "dtype", "fingerprint"},
-            "tables": {"layout", "code"},
-        }.items():
-            if missing := keys - described[section].keys():
-                raise KeyError(f"{section}.{min(missing)}")
         _check_structure(described)
         EngramConfig.from_dict(described["config"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -160,26 +153,28 @@ def read_tensors(directory: Path, files: list[str]) -> dict[str, Tensor]:
 
 def _check_structure(described: Mapping[str, Any]) -> None:
     """Raise `TypeError` or `KeyError` where the description is not of the form that `describe` gives it."""
-    for name, kind in {"merged": bool, "files": dict, "config": dict}.items():
-        if not isinstance(described[name], kind):
-            raise TypeError(f"{name} is {described[name]!r}")
+    _check_kinds("", described, merged=bool, files=dict, config=dict)
+    _check_kinds("tokenizer.", described["tokenizer"], fingerprint=str, ids=int, compressed=int)
+    _check_kinds("base.", described["base"], name=str, dtype=str, fingerprint=dict | None)
+    _check_kinds("tables.", described["tables"], layout=str, code=str)
     layout, code, known = described["tables"]["layout"], described["tables"]["code"], described["base"]["fingerprint"]
     if layout not in TABLES or code not in CODES:
         raise TypeError(f"tables are {layout!r} of {code!r}")
     if known is None and described["merged"]:  # an export's own code saved it again
         return
-    for name, kind in {
-        "model_type": str,
-        "hidden_size": int,
-        "num_hidden_layers": int,
-        "vocab_size": int,
-        "samples": dict,
-    }.items():
-        if not isinstance(known[name], kind):
-            raise TypeError(f"base.fingerprint.{name} is {known[name]!r}")
+    _check_kinds("base.fingerprint.", known, model_type=str, hidden_size=int, num_hidden_layers=int, vocab_size=int, samples=dict)
     for name, values in known["samples"].items():
         if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
             raise TypeError(f"base.fingerprint.samples.{name} is no list of numbers")
+
+
+def _check_kinds(section: str, found: Mapping[str, Any], **kinds: Any) -> None:
+    """Raise `KeyError` for what is missing in a section, `TypeError` for what is of another kind."""
+    for name, kind in kinds.items():
+        if name not in found:
+            raise KeyError(f"{section}{name}")
+        if not isinstance(found[name], kind):
+            raise TypeError(f"{section}{name} is {found[name]!r}")
 
 
 def _check_taps(directory: Path, config: EngramConfig, tensors: Mapping[str, Tensor]) -> None:

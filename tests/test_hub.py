@@ -225,6 +225,8 @@ def test_the_commands_push_and_read_by_name(hub: Hub, made: Any, capsys: Any, mo
     assert code == 0 and json.loads(out)["answers"]
     code, out, _ = run("verify", "me/facts")
     assert code == 0 and "saved again == the files" in out
+    code, _, error = run("export", "me/facts", "--output", str(made[0].parent / "pack"), "--adapter-only")
+    assert code == 0 and (made[0].parent / "pack" / CONFIG_FILE).is_file(), error
     code, _, error = run("probe", "me/facts")
     assert code == 2 and "--output" in error
     code, _, error = run("push", str(made[0]), "me/facts", "--public")

@@ -263,6 +263,8 @@ def of_config(directory: Path) -> Iterator[tuple[str, Change]]:
     for section in ("tokenizer", "base"):
         for key in (key for key in found[section] if key != "changed"):  # that is the model card's
             yield f"{CONFIG_FILE}: no {section}.{key}", about(lambda d, s=section, k=key: d[s].pop(k))
+            yield f"{CONFIG_FILE}: {section}.{key} is a list", about(lambda d, s=section, k=key: d[s].update({k: []}))
+    yield f"{CONFIG_FILE}: base.name is a list, its own hash not fitted", edited(lambda d: d["base"].update(name=[]))
     for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "samples"):
         yield f"{CONFIG_FILE}: no fingerprint of {key}", about(lambda d, key=key: d["base"]["fingerprint"].pop(key))
         yield f"{CONFIG_FILE}: fingerprint of {key} is 1", about(lambda d, key=key: d["base"]["fingerprint"].update({key: 1}))
