@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from engram_graft.errors import UserError
+
 CODES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
 GROUP = 32  # channels that share a scale
 LARGEST = 448  # of e4m3
@@ -17,6 +19,8 @@ def encode(values: Tensor, code: str) -> dict[str, Tensor]:
     """`values` `[n, dim]` as they are stored: "values" and, for float8, "scale" (e8m0, `[n, scales(dim)]`)."""
     if code != "float8":
         return {"values": values.to(CODES[code])}
+    if not hasattr(torch, "float8_e8m0fnu"):
+        raise UserError(f"float8 tables need torch 2.7 or newer, for their scales; this is {torch.__version__}: use bfloat16")
     # the smallest scale that reaches a group's largest value, so that what was decoded comes back as it was
     padded = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % GROUP))
     mantissa, exponent = padded.unflatten(1, (-1, GROUP)).abs().amax(-1).frexp()  # largest = mantissa * 2^exponent

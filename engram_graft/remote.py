@@ -22,8 +22,8 @@ from engram_graft.recall import Recall, install, put
 from engram_graft.rows import LearnedRows
 
 CODE_FILE = "modeling_engram.py"
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
-_KINDS |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "uint8": "U8"}  # as safetensors names them
+_KINDS |= {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
 
 
 class EngramModel(PreTrainedModel):
@@ -85,8 +85,9 @@ def _require_dtypes(directory: Path, model: torch.nn.Module) -> None:
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in (name for name in file.keys() if ".engram" in f".{name}" and name in own):  # noqa: SIM118
-                if (kind := file.get_slice(name).get_dtype()) != _KINDS[own[name].dtype]:
-                    raise UserError(f"{path}: {name} is {kind}, its config says {_KINDS[own[name].dtype]}; copy the export anew")
+                kind, wanted = file.get_slice(name).get_dtype(), _KINDS[str(own[name].dtype).removeprefix("torch.")]
+                if kind != wanted:
+                    raise UserError(f"{path}: {name} is {kind}, its config says {wanted}; copy the export anew")
 
 
 def describe_files(directory: Path, described: dict[str, Any], architecture: str) -> None:
