@@ -22,7 +22,9 @@ def stored_plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Ten
     """
     missing = [f"hash.{name}" for name in _INTEGERS if f"hash.{name}" not in tensors]
     if missing:
-        raise UserError(f"{directory}: the graft lacks {', '.join(missing)}; without these integers its rows cannot be found")
+        raise UserError(
+            f"{directory}: the graft lacks {', '.join(missing)}, without which its rows cannot be found; copy the graft anew"
+        )
     found = {name: tensors[f"hash.{name}"] for name in _INTEGERS}
     layers = len(config.layer_ids)
     shapes: dict[str, tuple[int, ...]] = {
@@ -36,22 +38,22 @@ def stored_plan(directory: Path, config: EngramConfig, tensors: Mapping[str, Ten
         if tuple(found[name].shape) != shape or found[name].dtype != torch.int64:
             raise UserError(
                 f"{directory}: hash.{name} has shape {list(found[name].shape)} of {found[name].dtype}, the config asks for "
-                f"{list(shape)} of torch.int64"
+                f"{list(shape)} of torch.int64; copy the graft anew"
             )
     arrays = {name: tensor.numpy() for name, tensor in found.items()}
-    for name in ("multipliers", "primes", "offsets", "lookup", "pad"):
-        least, lowest = 1 if name in ("multipliers", "primes") else 0, int(arrays[name].min(initial=2**62))
+    for name, array in arrays.items():
+        least, lowest = 1 if name in ("multipliers", "primes") else 0, int(array.min(initial=2**62))
         if lowest < least:
             raise UserError(f"{directory}: hash.{name} goes down to {lowest}, it starts at {least}; copy the graft anew")
-    multipliers, primes, offsets, lookup = (arrays[name] for name in ("multipliers", "primes", "offsets", "lookup"))
-    plan = HashPlan(multipliers, primes, offsets, lookup, int(arrays["pad"]), config.resets)
+    pad = int(arrays.pop("pad"))
+    plan = HashPlan(**arrays, pad=pad, resets=config.resets)
     for layer, total in enumerate(plan.primes.astype(object).sum(1)):  # exact: in int64 large ones would wrap around
         ends = plan.offsets[layer].astype(object) + plan.primes[layer].astype(object)
         if total >= np.iinfo(np.int64).max or max(ends) > total:
             raise UserError(
                 f"{directory}: hash.offsets and hash.primes of layer {config.layer_ids[layer]} end at row {max(ends)}, its table has "
-                f"{total}"
+                f"{total}; copy the graft anew"
             )
-    if plan.pad > int(arrays["lookup"].max(initial=0)):
-        raise UserError(f"{directory}: hash.pad is {plan.pad}, hash.lookup goes up to {int(arrays['lookup'].max(initial=0))}")
+    if plan.pad > (largest := int(plan.lookup.max(initial=0))):
+        raise UserError(f"{directory}: hash.pad is {plan.pad}, hash.lookup goes up to {largest}; copy the graft anew")
     return plan
