@@ -74,7 +74,7 @@ def export_merged(
             adapters cannot be folded in.
         PromiseError: what was reopened is not what was written; the directory is removed.
     """
-    memory, base = find_graft(model), unwrap(model)
+    base = unwrap(model)
     if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]i?B", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size={max_shard_size!r}: must look like 500MB or 5GB")
     for name, value, allowed in (("dtype", dtype, DTYPES), ("tables", tables, TABLES), ("table_dtype", table_dtype, CODES)):
@@ -95,7 +95,7 @@ def export_merged(
         _save(base, state | of_memory | of_tables, target, max_shard_size)
         tokenizer.save_pretrained(target)
         (target / CODE_FILE).write_text(code, encoding="utf-8")
-        _name_class(target, base, dtype or own, _told(model, described, of_tables, len(memory.lookup)))
+        _name_class(target, base, dtype or own, _told(model, described))
         describe_files(target, described, class_name(type(base)))
         before = measure(model, tokenizer, questions)
         reopened = reopen(target)
@@ -153,20 +153,17 @@ def _places(model: nn.Module) -> tuple[str, str]:
     return decoder, next(name for name, module in located.decoder.named_modules() if module is located.layers)
 
 
-def _told(model: nn.Module, described: dict[str, Any], of_tables: dict[str, Tensor], ids: int) -> dict[str, Any]:
+def _told(model: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
     """What the shipped code needs to rebuild the memory: `remote.EngramModel` lists the keys."""
     decoder, layers = _places(model)
-    parts, sizes = memories(model), {}
-    for part in parts:
-        stored = len(part.table.seen_rows()) if f"{_path(model, f'layers.{part.layer_id}')}.table.rows" in of_tables else 0
-        sizes[str(part.layer_id)] = [len(part.table.weight), stored]
+    memory, parts = find_graft(model), memories(model)
     return {
         "decoder": decoder,
         "layers": layers,
         "width": parts[0].key_norm.shape[1],
-        "keywords": find_graft(model).keywords,
-        "ids": ids,
-        "rows": sizes,
+        "keywords": memory.keywords,
+        "ids": len(memory.lookup),
+        "rows": {str(part.layer_id): [len(part.table.weight), part.table.count_seen()] for part in parts},
         "described": described,
     }
 

@@ -31,7 +31,7 @@ class EngramModel(PreTrainedModel):
 
     "described" (what `engram_config.json` says beside its files), "decoder" and "layers" (paths of modules), "width" (channels of a
     residual stream), "keywords" (whether the decoder hands keywords on), "ids" (rows of the look-up) and "rows" ({layer: [rows of its
-    table, rows stored]}).
+    table, rows learned]}).
     """
 
     _auto_class = "AutoModelForCausalLM"  # `save_pretrained` takes this file along
