@@ -1,4 +1,4 @@
-"""Giving stored tensors to a model: a memory attached and filled, adapters that FSDP2 shards filled. Strict: every tensor has its place."""
+"""Giving stored tensors to a model: a memory attached and filled, adapters filled. Strict: every tensor has its place."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,14 +76,18 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], stored: bool = False, 
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, directory: Path) -> None:
-    """Give the adapters of a sharded model the tensors in `directory`, each process its part, where PEFT would load them whole."""
+    """Give the model's adapter the tensors in `directory`; of one that FSDP2 shards each process takes its part.
+
+    Raises:
+        UserError: a tensor is missing, over, or of another shape; a few are named.
+    """
     reshard(model)
     peft = find_peft(model)
     assert peft is not None
     own = get_peft_model_state_dict(peft, adapter_name=peft.active_adapters[0], save_embedding_layers=False)
     stored = load_file(directory / ADAPTER_FILE)
-    if own.keys() != stored.keys():
-        odd = ", ".join(sorted(stored.keys() ^ own.keys())[:4])
-        raise UserError(f"{directory / ADAPTER_FILE}: does not fit the model's adapters: {odd}")
+    shapes, stored_shapes = ({(name, tensor.shape) for name, tensor in tensors.items()} for tensors in (own, stored))
+    if odd := sorted({name for name, _ in shapes ^ stored_shapes}):
+        raise UserError(f"{directory / ADAPTER_FILE}: does not fit the model's adapters: {', '.join(odd[:4])}")
     for name, tensor in own.items():
         tensor.copy_(sharded_as(tensor, stored[name]))

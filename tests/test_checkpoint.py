@@ -16,12 +16,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import engram_graft as eg
-from engram_graft.bases import check_base, fingerprint
+from engram_graft.bases import check_base, fingerprint, load_base
 from engram_graft.errors import UserError
 from engram_graft.files import TENSOR_FILE, memory_tensors
 from engram_graft.grafted import find_graft, memories
 from engram_graft.integrity import CONFIG_FILE, file_hash, read_description, write_description
 from engram_graft.params import is_memory
+from engram_graft.restore import fill_adapters
 
 
 @pytest.fixture
@@ -188,6 +189,14 @@ def test_no_path_in_the_config_leaves_the_directory(saved: Path) -> None:
     write_description(saved, described)
     with pytest.raises(UserError, match="leaves the directory"):
         eg.load_graft(saved)
+
+
+def test_an_adapter_of_another_rank_is_not_spread_over_the_models(saved: Path, base_dir: Path) -> None:
+    fill_adapters(eg.load_graft(saved)[0], saved)
+    other = get_peft_model(load_base(str(base_dir))[0], LoraConfig(r=1, target_modules=["q_proj"]))
+    other.save_pretrained(saved)
+    with pytest.raises(UserError, match="does not fit the model's adapters: .*lora_A"):
+        fill_adapters(get_peft_model(load_base(str(base_dir))[0], LoraConfig(r=2, target_modules=["q_proj"])), saved)
 
 
 def test_a_directory_without_a_graft_is_refused(tmp_path: Path) -> None:
