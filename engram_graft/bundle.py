@@ -82,7 +82,7 @@ def modelling_code(base: type) -> str:
 
 def _is_header(node: ast.stmt) -> bool:
     """A module's docstring, or its block of imports for type checkers."""
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.col_offset == 0
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return text or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
 
 

@@ -55,7 +55,7 @@ class EngramModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', but strict: damaged files, missing, unexpected or misshapen tensors are errors."""
+        """As transformers', but strict: missing, unexpected or misshapen tensors are errors, in a directory damaged files too."""
         source, wanted = Path(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
         if source.is_dir():
             files = read_description(source)["files"]
