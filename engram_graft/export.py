@@ -23,12 +23,12 @@ from engram_graft.encode import Question
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.files import describe, memory_parts, read_graft
 from engram_graft.grafted import find_graft, memories
-from engram_graft.integrity import read_description, write_description
+from engram_graft.integrity import CODE_FILE, read_description, write_description
 from engram_graft.locate import locate, unwrap
 from engram_graft.merge import chosen_adapter, merged_state
 from engram_graft.output import new_directory
 from engram_graft.params import adapter_names
-from engram_graft.remote import CODE_FILE, describe_files
+from engram_graft.remote import describe_files
 from engram_graft.rows import TABLES
 from engram_graft.sharding import is_sharded
 from engram_graft.stored import stored_table

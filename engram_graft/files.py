@@ -19,6 +19,7 @@ from engram_graft.grafted import find_graft, memories
 from engram_graft.hashing import HashPlan
 from engram_graft.integers import stored_plan
 from engram_graft.integrity import (
+    CODE_FILE,
     CONFIG_FILE,
     READ_OF_MERGED,
     check_files,
@@ -29,7 +30,6 @@ from engram_graft.integrity import (
 )
 from engram_graft.locate import unwrap
 from engram_graft.params import is_memory
-from engram_graft.remote import CODE_FILE
 from engram_graft.rows import TABLES
 from engram_graft.stored import learned_rows
 

@@ -23,8 +23,7 @@ from huggingface_hub.errors import (
 from engram_graft.bases import hub_options
 from engram_graft.errors import UserError, first_line
 from engram_graft.files import read_graft
-from engram_graft.integrity import CONFIG_FILE
-from engram_graft.remote import CODE_FILE
+from engram_graft.integrity import CODE_FILE, CONFIG_FILE
 
 # what a reader needs; a merged directory's code goes there for those who trust it, and is never fetched from there
 FILES = ["*.safetensors", "*.json", "*.md", "*.yaml", "*.jinja", "*.txt", "*.html"]

@@ -9,8 +9,8 @@ from typing import Any
 from engram_graft.errors import UserError
 from engram_graft.shards import check_index, require_inside
 
-CONFIG_FILE = "engram_config.json"
-READ_OF_MERGED = ("config.json", "*.safetensors", "*.index.json", "*.py", "adapter_model.*", "adapter_config.json")
+CONFIG_FILE, CODE_FILE = "engram_config.json", "modeling_engram.py"
+READ_OF_MERGED = ("config.json", "*.safetensors", "*.index.json", CODE_FILE, "adapter_model.*", "adapter_config.json")
 
 
 def file_hash(path: Path) -> str:

@@ -95,11 +95,11 @@ def _decoder_pre_hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     here = recalls(decoder)
     on = sorted((recall for recall in here if recall.switched_off <= 0), key=lambda recall: recall.name)
     given = dict(zip(here[0].decoder_parameters, args, strict=False)) | kwargs
+    implementation = str(getattr(decoder.config, "_attn_implementation", ""))
+    if on and implementation.startswith(_PAGED_ATTENTION):
+        raise UserError(f"attention {implementation!r} keeps a paged cache, which cannot carry a memory: use model.generate")
+    caching = bool(getattr(decoder.config, "use_cache", False))
     for recall in on:
-        implementation = str(getattr(decoder.config, "_attn_implementation", ""))
-        if implementation.startswith(_PAGED_ATTENTION):
-            raise UserError(f"attention {implementation!r} keeps a paged cache, which cannot carry a memory: use model.generate")
-        caching = bool(getattr(decoder.config, "use_cache", False))
         context = contexts[recall.name] = build_context(recall, given, recall.owner, caching, recall.explicit_ids)
         context.silent = recall.silent
         for index, table in enumerate(recall.mapped_tables):
@@ -133,11 +133,11 @@ def _layer_pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "or wrap the call in disable_graft(model)"
         )
     hidden = args[0] if args else kwargs["hidden_states"]
-    found = hidden
+    found, cache = hidden, _layer_cache(args, kwargs)
     for name, context in contexts.items():
         memory = getattr(layer, child(name), None)
         if memory is not None:
-            found = found + _recall(memory, hidden, context, _layer_cache(args, kwargs))
+            found = found + _recall(memory, hidden, context, cache)
     return (found, *args[1:]) if args else args, kwargs if args else {**kwargs, "hidden_states": found}
 
 

@@ -16,12 +16,19 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan
-from engram_graft.integrity import READ_OF_MERGED, check_files, check_listed, file_hash, read_description, write_description
+from engram_graft.integrity import (
+    CODE_FILE,
+    READ_OF_MERGED,
+    check_files,
+    check_listed,
+    file_hash,
+    read_description,
+    write_description,
+)
 from engram_graft.layer import Engram
 from engram_graft.recall import Recall, install, put
 from engram_graft.rows import LearnedRows
 
-CODE_FILE = "modeling_engram.py"
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "uint8": "U8"}  # as safetensors names them
 _KINDS |= {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
 

@@ -26,9 +26,8 @@ from engram_graft.errors import UserError
 from engram_graft.export import reopen
 from engram_graft.files import ADAPTER_CONFIG, ADAPTER_FILE, TENSOR_FILE
 from engram_graft.grafted import memories
-from engram_graft.integrity import CONFIG_FILE, file_hash, write_description
+from engram_graft.integrity import CODE_FILE, CONFIG_FILE, file_hash, write_description
 from engram_graft.params import is_memory
-from engram_graft.remote import CODE_FILE
 
 Change = Callable[[Path], Any]
 INDEX = "model.safetensors.index.json"

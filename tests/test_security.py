@@ -187,8 +187,7 @@ def test_loading_a_graft_and_a_merged_directory_unpickles_nothing(
 
 
 def test_a_merged_directorys_code_is_not_run_by_load_graft(graft: Path, base: Path, tokenizer: Any) -> None:
-    from engram_graft.integrity import file_hash, read_description, write_description
-    from engram_graft.remote import CODE_FILE
+    from engram_graft.integrity import CODE_FILE, file_hash, read_description, write_description
 
     merged = base.parent / "merged"
     eg.export_merged(eg.load_graft(graft)[0], tokenizer, merged)
