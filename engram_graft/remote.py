@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -40,14 +41,21 @@ class EngramModel(PreTrainedModel):
         decoder: Any = self.get_submodule(told["decoder"])
         layers: Any = decoder.get_submodule(told["layers"])
         recall = Recall(memory, _no_plan(memory, told["ids"]), told["keywords"])
-        parts = []
+        parts, device = (
+            [],
+            torch.get_default_device(),
+        )  # "meta" while transformers loads: a layer may have put some of its own elsewhere
         for index, layer_id in enumerate(memory.layer_ids):
-            device = next(layers[layer_id].parameters()).device
             rows = told["rows"][str(layer_id)]
             table: Any = LearnedRows(memory, layer_id, rows[0], rows[1], stored["layout"], stored["code"], device)
             parts.append(Engram(memory, index, table, told["width"], device))
         put(decoder, layers, recall, parts)
         install(self, decoder, layers, told["keywords"])
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Not to transformers: for its custom code it leaves buffers out that the base's own class computes after loading."""
+        return False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
