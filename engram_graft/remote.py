@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
-from engram_graft.config import EngramConfig
+from engram_graft.codes import CODES
+from engram_graft.config import DTYPES, EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.hashing import HashPlan
 from engram_graft.integrity import check_files, file_hash, read_description, write_description
@@ -71,9 +73,29 @@ class EngramModel(PreTrainedModel):
         return (model, found) if wanted else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers', and `engram_config.json` with the new files' sha256."""
+        """As transformers', and `engram_config.json` with the new files' sha256 and the dtypes that they now have."""
+        self.config.engram_graft = {**self.config.engram_graft, "described": self._described()}
         super().save_pretrained(save_directory, *args, **kwargs)
         describe_files(Path(save_directory), self.config.engram_graft["described"], self.base_class.__name__)
+
+    def _described(self) -> dict[str, Any]:
+        """The memory as it is by now: `model.half()` takes it along."""
+        told = self.config.engram_graft["described"]
+        part = _parts(self)[0]
+        dtype, base = (str(kind).removeprefix("torch.") for kind in (part.key_norm.dtype, self.dtype))
+        if dtype not in DTYPES:
+            raise UserError(f"the memory is in {dtype}: call model.float() before saving; the formats are {', '.join(DTYPES)}")
+        code = next(name for name, kind in CODES.items() if kind == part.table.values.dtype)
+        return {
+            **told,
+            "config": {**told["config"], "dtype": dtype},
+            "base": {**told["base"], "dtype": base},
+            "tables": {**told["tables"], "code": code},
+        }
+
+
+def _parts(model: nn.Module) -> list[Engram]:
+    return [module for module in model.modules() if isinstance(module, Engram)]
 
 
 def describe_files(directory: Path, described: dict[str, Any], architecture: str) -> None:

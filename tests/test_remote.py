@@ -200,3 +200,27 @@ def test_what_a_class_computes_or_places_itself_while_loading_is_right(
     eg.export_merged(model, tokenizer, tmp_path / "m")
     for _ in range(2):  # memory that was not written may hold the right numbers by chance
         assert torch.equal(reopen(tmp_path / "m")(ids).logits, model(ids).logits)
+
+
+def opened_as_a_user(directory: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **options).eval()
+
+
+@pytest.mark.parametrize("code", ["float32", "float16", "float8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_opened_export_can_be_cast_and_saved(
+    code: str, dtype: torch.dtype, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    eg.export_merged(grafted("gpt2"), tokenizer, tmp_path / "m", table_dtype=code)  # gpt2 has no buffers that a cast rounds
+    model = opened_as_a_user(tmp_path / "m")
+    exact = model(ids).logits
+    cast = model.to(dtype)(ids).logits
+    assert cast.dtype == dtype and (cast.float() - exact).abs().max() < 0.1
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert torch.equal(opened_as_a_user(tmp_path / "again")(ids).logits, cast)
+    loaded, _ = eg.load_graft(tmp_path / "again")
+    assert torch.equal(loaded(ids).logits, cast)
+    with pytest.raises(ValueError, match=r"memory is in float64: call model.float\(\)"):
+        model.double().save_pretrained(tmp_path / "double")
+    assert not (tmp_path / "double").exists()
