@@ -4,6 +4,7 @@ An export ships this module, with those it stands on, as the directory's modelli
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engram_graft.recall import Recall, install, put
 from engram_graft.rows import LearnedRows
 
 CODE_FILE = "modeling_engram.py"
+_SHARDINGS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")  # of one model, only one is there
 
 
 class EngramModel(PreTrainedModel):
@@ -74,9 +76,20 @@ class EngramModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As transformers', and `engram_config.json` with the new files' sha256 and the dtypes that they now have."""
+        if kwargs.get("push_to_hub"):
+            raise UserError("save_pretrained(push_to_hub=True) would push unfinished files: call push_to_hub(name) instead")
         self.config.engram_graft = {**self.config.engram_graft, "described": self._described()}
+        directory, main = Path(save_directory), kwargs.get("is_main_process", True)
+        patterns = _SHARDINGS if main and not kwargs.get("variant") else ()
+        before = [path for pattern in patterns for path in directory.glob(pattern)]
+        for path in before:
+            os.utime(path, (0, 0))  # a mark: what is written now has another time
         super().save_pretrained(save_directory, *args, **kwargs)
-        describe_files(Path(save_directory), self.config.engram_graft["described"], self.base_class.__name__)
+        for path in before:  # transformers leaves an earlier save's, sharded otherwise, and would open them
+            if path.exists() and path.stat().st_mtime == 0:
+                path.unlink()
+        if main:
+            describe_files(directory, self.config.engram_graft["described"], self.base_class.__name__)
 
     def _described(self) -> dict[str, Any]:
         """The memory as it is by now: `model.half()` takes it along."""
@@ -89,7 +102,7 @@ class EngramModel(PreTrainedModel):
         return {
             **told,
             "config": {**told["config"], "dtype": dtype},
-            "base": {**told["base"], "dtype": base},
+            "base": {**told["base"], "dtype": base, "changed": True},  # it may have been tuned
             "tables": {**told["tables"], "code": code},
         }
 

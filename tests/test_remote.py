@@ -224,3 +224,43 @@ def test_an_opened_export_can_be_cast_and_saved(
     with pytest.raises(ValueError, match=r"memory is in float64: call model.float\(\)"):
         model.double().save_pretrained(tmp_path / "double")
     assert not (tmp_path / "double").exists()
+
+
+@pytest.mark.parametrize("sizes", [("40KB", "5GB"), ("5GB", "40KB"), ("40KB", "80KB")])
+def test_saving_over_another_sharding_leaves_none_of_its_files(
+    sizes: tuple[str, str], tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    eg.export_merged(grafted(), tokenizer, tmp_path / "m")
+    model = opened_as_a_user(tmp_path / "m")
+    model.save_pretrained(tmp_path / "again", max_shard_size=sizes[0])
+    (tmp_path / "again" / "adapter_model.safetensors").write_bytes(b"another's")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "again", max_shard_size=sizes[1])
+    assert torch.equal(opened_as_a_user(tmp_path / "again")(ids).logits, model(ids).logits)
+    assert (tmp_path / "again" / "adapter_model.safetensors").read_bytes() == b"another's"
+
+
+def test_a_tuned_export_is_its_own_base(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    """A few changed weights lie between those that a fingerprint samples: on the base it came from, it would be silently another."""
+    from engram_graft.repack import repack
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    grown = grafted()
+    grown.name_or_path = str(tmp_path / "base")
+    eg.export_merged(grown, tokenizer, tmp_path / "m")
+    model = opened_as_a_user(tmp_path / "m")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[3, :5] += 0.5
+    model.save_pretrained(tmp_path / "tuned")
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    repack(tmp_path / "tuned", tmp_path / "back")
+    assert torch.equal(eg.load_graft(tmp_path / "back")[0](ids).logits, model(ids).logits)
+
+
+def test_an_export_that_would_be_pushed_unfinished_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    eg.export_merged(grafted(), tokenizer, tmp_path / "m")
+    with pytest.raises(ValueError, match="call push_to_hub"):
+        reopen(tmp_path / "m").save_pretrained(tmp_path / "again", push_to_hub=True)
+    assert not (tmp_path / "again").exists()
