@@ -64,7 +64,8 @@ class EngramModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers', but strict: damaged files, missing, unexpected or misshapen tensors are errors."""
-        source, wanted = Path(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
+        source = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        wanted = kwargs.pop("output_loading_info", False)
         if source.is_dir():
             check_files(source, read_description(source)["files"])
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
@@ -72,6 +73,11 @@ class EngramModel(PreTrainedModel):
         faults = {kind: found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found.get(kind)}
         if faults:
             raise UserError(f"{source}: its tensors do not fit its config: {faults}; copy the export anew")
+        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        if places - {"meta"} and (away := [part.layer_id for part in _parts(model) if part.key_norm.is_meta]):
+            raise UserError(
+                f"device_map offloads the memory of layers {away}, which runs before its layer is fetched: keep them on a device"
+            )
         return (model, found) if wanted else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

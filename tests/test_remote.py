@@ -264,3 +264,17 @@ def test_an_export_that_would_be_pushed_unfinished_is_refused(tmp_path: Path, gr
     with pytest.raises(ValueError, match="call push_to_hub"):
         reopen(tmp_path / "m").save_pretrained(tmp_path / "again", push_to_hub=True)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_memory_that_would_be_offloaded_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    model = grafted()
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.engram_hash", "lm_head"), "cpu")
+    places |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
+    for offloaded, works in (("model.layers.3", True), ("model.layers.2", False)):
+        options = {"device_map": places | {offloaded: "disk"}, "offload_folder": tmp_path / offloaded}
+        if works:
+            assert torch.equal(opened_as_a_user(tmp_path / "m", **options)(ids).logits, model(ids).logits)
+        else:
+            with pytest.raises(ValueError, match=r"offloads the memory of layers \[2\]"):
+                opened_as_a_user(tmp_path / "m", **options)
