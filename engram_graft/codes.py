@@ -16,7 +16,15 @@ def scales(dim: int) -> int:
 
 
 def encode(values: Tensor, code: str) -> dict[str, Tensor]:
-    """`values` `[n, dim]` as they are stored: "values" and, for float8, "scale" (e8m0, `[n, scales(dim)]`)."""
+    """`values` `[n, dim]` as they are stored: "values" and, for float8, "scale" (e8m0, `[n, scales(dim)]`).
+
+    Raises:
+        UserError: one of them is beyond what the code can say.
+    """
+    if values.dtype == CODES[code]:
+        return {"values": values}
+    if not (values if code == "float8" else values.to(CODES[code])).isfinite().all():
+        raise UserError(f"a table has values that {code} cannot say, up to {float(values.abs().max()):.3g}: keep them in float32")
     if code != "float8":
         return {"values": values.to(CODES[code])}
     if not hasattr(torch, "float8_e8m0fnu"):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 import uuid
@@ -207,7 +208,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_logits(largest: float, exact: bool, lora: bool, dtype: str) -> None:
-    """Raise where the logits had to come back and did not: bit for bit without LoRA, up to rounding in float32 with it."""
+    """Raise where the logits had to come back and did not: as numbers; bit for bit without LoRA, up to rounding in float32 with it."""
+    if not math.isfinite(largest):
+        raise PromiseError(
+            f"export: the logits are not all numbers (they differ by {largest}): keep the dtypes, or choose bfloat16"
+        )
     allowed = 0.0 if not lora else _ROUNDING if dtype == "float32" else float("inf")
     if exact and largest > allowed:
         how = f"within {allowed:g}" if lora else "bit for bit"

@@ -10,7 +10,7 @@ from engram_graft.errors import UserError
 from engram_graft.shards import check_index, require_inside
 
 CONFIG_FILE, CODE_FILE = "engram_config.json", "modeling_engram.py"
-READ_OF_MERGED = ("config.json", "*.safetensors", "*.index.json", CODE_FILE, "adapter_model.*", "adapter_config.json")
+READ_OF_MERGED = ("config.json", "model*.safetensors", "*.index.json", CODE_FILE, "adapter_model.*", "adapter_config.json")
 
 
 def file_hash(path: Path) -> str:

@@ -173,6 +173,7 @@ class Engram(nn.Module):
                 kept = torch.rand(*rows.shape[:2], self.config.orders, device=rows.device) >= self.config.ngram_dropout
                 allowed = kept if allowed is None else allowed & kept
             embeddings, active = self.table(rows, allowed)
+            embeddings = embeddings.to(self.key_norm.dtype)  # codes do not follow `model.half()`
             if _silent(active):
                 values = torch.zeros_like(streams)
             else:

@@ -22,7 +22,7 @@ def merged_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
     what the weight has; tied tensors stay one tensor.
 
     Raises:
-        UserError: adapters change what cannot be folded, or the base's weights are codes.
+        UserError: adapters change what cannot be folded, the base's weights are codes, or beyond `dtype`.
     """
     base = unwrap(model)
     _plain_weights(base)
@@ -57,6 +57,8 @@ def merged_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
                 if place not in cast:
                     cast[place] = tensor.to(dtype)
                 state[name] = cast[place]
+                if tensor.isfinite().all() and not state[name].isfinite().all():
+                    raise UserError(f"{name} reaches {float(tensor.abs().max()):.3g}, more than {dtype} can say: choose bfloat16")
     return {name: tensor.detach() for name, tensor in state.items()}
 
 

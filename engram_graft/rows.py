@@ -3,6 +3,8 @@
 It learns no further n-grams, so it needs no sparse gradients, no optimizer of its own and nothing of the training engine.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,15 @@ class LearnedRows(nn.Module):
             seen = torch.zeros((total + 7) // 8, dtype=torch.uint8, device=device)
         for name, tensor in (("scale", scale), ("rows", rows), ("seen", seen)):
             self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As modules do, but float8 values and their scales are codes: `model.half()` moves them at most."""
+        codes = {} if self.scale is None else {"values": self.values, "scale": self.scale}
+        super()._apply(fn, recurse)
+        for name, tensor in codes.items():
+            if (cast := getattr(self, name)).dtype != tensor.dtype:
+                setattr(self, name, tensor.to(cast.device))
+        return self
 
     def forward(self, rows: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Look up `rows` `[B, T, orders*heads]`: as `EngramTable.forward`."""

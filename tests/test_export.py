@@ -307,6 +307,29 @@ def test_an_export_of_an_export_is_the_same(tmp_path: Path, grafted: Any, tokeni
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()
 
 
+def test_what_a_dtype_cannot_say_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    model = grafted(seen_filter=True)
+    with torch.no_grad():
+        model.model.layers[1].engram.table.weight[98] = 1e5
+    for options in ({"table_dtype": "float16"}, {"table_dtype": "float16", "tables": "dense"}):
+        with pytest.raises(UserError, match=r"float16 cannot say, up to 1e\+05"):
+            eg.export_merged(model, tokenizer, tmp_path / "m", **options)
+    eg.export_merged(model, tokenizer, tmp_path / "m", table_dtype="float8")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[-1] = 1e6
+    with pytest.raises(UserError, match=r"embed_tokens.weight reaches 1e\+06, more than torch.float16"):
+        eg.export_merged(model, tokenizer, tmp_path / "other", dtype="float16")
+
+
+def test_logits_that_are_no_numbers_are_no_agreement(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    model = grafted()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("inf")
+    with pytest.raises(PromiseError, match="not all numbers"):
+        eg.export_merged(model, tokenizer, tmp_path / "m", dtype="bfloat16")
+    assert not (tmp_path / "m").exists()
+
+
 # -- a graft directory from another directory
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, TINY_ENGRAM, keep_seen, tiny_model
+from conftest import ARCHITECTURES, TINY_ENGRAM, keep_seen, randomize, tiny_model
 from test_export import with_lora
 from transformers import AutoModelForCausalLM
 
@@ -186,3 +186,95 @@ def test_a_model_made_from_the_config_alone_has_a_silent_memory(tmp_path: Path, 
     plain = fresh.base_class(opened.config).eval()
     plain.load_state_dict({name: t for name, t in fresh.state_dict().items() if "engram" not in name})
     assert torch.equal(fresh(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("architecture", ["falcon_h1", "diffllama"])
+def test_what_a_class_computes_or_places_itself_while_loading_is_right(
+    architecture: str, tmp_path: Path, tokenizer: Any, ids: Any
+) -> None:
+    """falcon_h1 computes buffers after loading, diffllama makes some parameters on the CPU while the rest are on "meta"."""
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+    model = tiny_model(architecture, **(mamba if architecture == "falcon_h1" else {}))
+    eg.graft(model, tokenizer, eg.EngramConfig(**TINY_ENGRAM))
+    randomize(model)
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    for _ in range(2):  # memory that was not written may hold the right numbers by chance
+        assert torch.equal(reopen(tmp_path / "m")(ids).logits, model(ids).logits)
+
+
+def opened_as_a_user(directory: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **options).eval()
+
+
+@pytest.mark.parametrize("code", ["float32", "float16", "float8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_opened_export_can_be_cast_and_saved(
+    code: str, dtype: torch.dtype, tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    eg.export_merged(grafted("gpt2"), tokenizer, tmp_path / "m", table_dtype=code)  # gpt2 has no buffers that a cast rounds
+    model = opened_as_a_user(tmp_path / "m")
+    exact = model(ids).logits
+    cast = model.to(dtype)(ids).logits
+    assert cast.dtype == dtype and (cast.float() - exact).abs().max() < 0.1
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert torch.equal(opened_as_a_user(tmp_path / "again")(ids).logits, cast)
+    loaded, _ = eg.load_graft(tmp_path / "again")
+    assert torch.equal(loaded(ids).logits, cast)
+    with pytest.raises(ValueError, match=r"memory is in float64: call model.float\(\)"):
+        model.double().save_pretrained(tmp_path / "double")
+    assert not (tmp_path / "double").exists()
+
+
+@pytest.mark.parametrize("sizes", [("40KB", "5GB"), ("5GB", "40KB"), ("40KB", "80KB")])
+def test_saving_over_another_sharding_leaves_none_of_its_files(
+    sizes: tuple[str, str], tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any
+) -> None:
+    eg.export_merged(grafted(), tokenizer, tmp_path / "m")
+    model = opened_as_a_user(tmp_path / "m")
+    model.save_pretrained(tmp_path / "again", max_shard_size=sizes[0])
+    (tmp_path / "again" / "other.safetensors").write_bytes(b"another's")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "again", max_shard_size=sizes[1])
+    assert torch.equal(opened_as_a_user(tmp_path / "again")(ids).logits, model(ids).logits)
+    assert (tmp_path / "again" / "other.safetensors").read_bytes() == b"another's"
+
+
+def test_a_tuned_export_is_its_own_base(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    """A few changed weights lie between those that a fingerprint samples: on the base it came from, it would be silently another."""
+    from engram_graft.repack import repack
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    grown = grafted()
+    grown.name_or_path = str(tmp_path / "base")
+    eg.export_merged(grown, tokenizer, tmp_path / "m")
+    model = opened_as_a_user(tmp_path / "m")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[3, :5] += 0.5
+    model.save_pretrained(tmp_path / "tuned")
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    repack(tmp_path / "tuned", tmp_path / "back")
+    assert torch.equal(eg.load_graft(tmp_path / "back")[0](ids).logits, model(ids).logits)
+
+
+def test_an_export_that_would_be_pushed_unfinished_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    eg.export_merged(grafted(), tokenizer, tmp_path / "m")
+    with pytest.raises(ValueError, match="call push_to_hub"):
+        reopen(tmp_path / "m").save_pretrained(tmp_path / "again", push_to_hub=True)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_memory_that_would_be_offloaded_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any) -> None:
+    model = grafted()
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.engram_hash", "lm_head"), "cpu")
+    places |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
+    for offloaded, works in (("model.layers.3", True), ("model.layers.2", False)):
+        options = {"device_map": places | {offloaded: "disk"}, "offload_folder": tmp_path / offloaded}
+        if works:
+            assert torch.equal(opened_as_a_user(tmp_path / "m", **options)(ids).logits, model(ids).logits)
+        else:
+            with pytest.raises(ValueError, match=r"offloads the memory of layers \[2\]"):
+                opened_as_a_user(tmp_path / "m", **options)
