@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engram_graft import deepseek, qwen4_exp
+from engram_graft.bases import load_config
 from engram_graft.config import EngramConfig
 from engram_graft.errors import UserError
 from engram_graft.files import ADAPTER_FILE, read_graft
@@ -92,7 +93,8 @@ def write_layout(directory: str | Path, layout: str, output: str | Path) -> dict
         raise UserError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}")
     described, config, tensors, plan = read_graft(Path(directory))
     kind = LAYOUTS[layout]
-    in_base = described["base"]["fingerprint"].get("vocab_size")
+    known = described["base"]["fingerprint"]  # None where an export's own code saved it again: it is its own base
+    in_base = load_config(str(directory)).get_text_config(decoder=True).vocab_size if known is None else known["vocab_size"]
     ids = in_base if layout == "qwen4_exp" else described["tokenizer"]["compressed"]
     reasons = _reasons(kind, config, plan, ids)
     if reasons:

@@ -235,6 +235,22 @@ def test_a_memory_trained_in_the_layout_of_qwen4_exp_comes_back_bit_for_bit(
     assert one.table.count_seen() > other.table.count_seen(), "control: the graft had rows that nobody looked up"
 
 
+def test_an_export_saved_again_is_written_as_its_graft_is_and_no_option_of_its_import_is_ignored(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    model, directory = trained(tokenizer, tmp_path / "graft")
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "m", trust_remote_code=True)
+    reopened.save_pretrained(tmp_path / "again")
+    for source, target in ((directory, "one"), (tmp_path / "again", "two")):
+        write_layout(source, "qwen4_exp", tmp_path / target)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
+    command = ["import", str(tmp_path / "m"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16", "--table-dir", "t"]
+    assert "leave out --dtype, --table-dir" in str(CliRunner().invoke(app, command).exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_gain_that_its_difference_from_one_cannot_say_is_measured(tokenizer: Any, tmp_path: Path) -> None:
     model, _ = trained(tokenizer, tmp_path / "graft")
     with torch.no_grad():
