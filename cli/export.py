@@ -43,11 +43,13 @@ def command(
     require_free(output)
     directory = local(directory)
     if layout is not None:
-        _refuse_beside("--layout", dtype=dtype, table_dtype=table_dtype, adapter_only=adapter_only, tables=tables != "sparse")
+        others = {"dtype": dtype, "table_dtype": table_dtype, "adapter_only": adapter_only, "tables": tables != "sparse"}
+        others |= {"max_shard_size": max_shard_size != "5GB", "table_tier": table_tier, "table_dir": table_dir, "device": device}
+        _refuse_beside("--layout", **others)
         _as_layout(directory, layout, output, json)
         return
     if adapter_only:
-        _refuse_beside("--adapter-only", dtype=dtype, tables=tables != "sparse")
+        _refuse_beside("--adapter-only", dtype=dtype, tables=tables != "sparse", max_shard_size=max_shard_size != "5GB")
         report = _memory_alone(directory, output, table_dtype, device, table_tier, table_dir)
     else:
         report = _merged(directory, output, dtype, max_shard_size, tables, table_dtype, device, table_tier, table_dir)

@@ -40,7 +40,7 @@ def command(
     require_free(output)
     quiet()
     result = (
-        _merged(source, Path(output), base, layers)
+        _merged(source, Path(output), base=base, layers=layers, dtype=dtype, table_dir=table_dir)
         if _is_merged(source)
         else _pretrained(source, output, base, layers, dtype, table_dir)
     )
@@ -59,11 +59,13 @@ def _is_merged(source: Path) -> bool:
     return (source / CONFIG_FILE).is_file() and bool(read_config(source)["merged"])
 
 
-def _merged(source: Path, output: Path, base: str | None, layers: str | None) -> dict[str, Any]:
+def _merged(source: Path, output: Path, **options: str | None) -> dict[str, Any]:
     from engram_graft.repack import repack
 
-    if base is not None or layers is not None:
-        raise UserError(f"{source} is a merged directory, whose memory stays on its own base: leave out --base and --layers")
+    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise UserError(
+            f"{source} is a merged directory, whose memory stays as it is, on its own base: leave out {', '.join(given)}"
+        )
     return {"layout": "merged", **repack(source, output)}
 
 

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_graft.agreement import difference, measure
-from engram_graft.bases import fingerprint
+from engram_graft.bases import fingerprint, load_tokenizer
 from engram_graft.bundle import class_name, modelling_code
 from engram_graft.card import model_card
 from engram_graft.codes import CODES
+from engram_graft.compress import TokenMap, compress
 from engram_graft.config import DTYPES
 from engram_graft.encode import Question
 from engram_graft.errors import PromiseError, UserError
 from engram_graft.files import describe, memory_parts, read_graft
 from engram_graft.grafted import find_graft, memories
 from engram_graft.integrity import CODE_FILE, read_description, write_description
-from engram_graft.locate import locate, unwrap
+from engram_graft.locate import embedding_weight, locate, unwrap
 from engram_graft.merge import chosen_adapter, merged_state
 from engram_graft.output import new_directory
 from engram_graft.params import adapter_names
@@ -75,14 +76,19 @@ def export_merged(
             adapters cannot be folded in.
         PromiseError: what was reopened is not what was written; the directory is removed.
     """
-    base = unwrap(model)
-    if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]i?B", max_shard_size, re.IGNORECASE):
+    memory, base = find_graft(model), unwrap(model)
+    if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", str(max_shard_size), re.IGNORECASE):
         raise UserError(f"max_shard_size={max_shard_size!r}: must look like 500MB or 5GB")
     for name, value, allowed in (("dtype", dtype, DTYPES), ("tables", tables, TABLES), ("table_dtype", table_dtype, CODES)):
-        if value is not None and value not in allowed:
+        if value not in allowed and (value is not None or name == "tables"):
             raise UserError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     if is_sharded(model):
         raise UserError("FSDP shards the model: save_graft on every process, then export what load_graft gives in one process")
+    rows, ids = embedding_weight(model).shape[0], len(memory.lookup)
+    if ids != max(rows, len(memory.token_map.lookup)):
+        raise UserError(
+            f"the embedding was resized to {rows} rows after the graft, which knows {ids} ids: ungraft, resize, then graft"
+        )
     code = modelling_code(type(base))
     described = describe(model, of_base={})
     coding = table_dtype or described["config"]["dtype"]
@@ -95,6 +101,7 @@ def export_merged(
         of_memory, of_tables = _memory_state(model, tables, coding)
         _save(base, state | of_memory | of_tables, target, max_shard_size)
         tokenizer.save_pretrained(target)
+        _check_tokenizer(compress(load_tokenizer(str(target.absolute()))), described["tokenizer"], tokenizer)
         (target / CODE_FILE).write_text(code, encoding="utf-8")
         _name_class(target, base, dtype or own, _told(model, described))
         describe_files(target, described, class_name(type(base)))
@@ -175,6 +182,8 @@ def _save(base: PreTrainedModel, state: dict[str, Tensor], target: Path, max_sha
     base._hf_peft_config_loaded = False
     try:
         base.save_pretrained(target, state_dict=dict(state), max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UserError(f"transformers refuses to save this base: {' '.join(str(error).split())}") from error
     finally:
         base._hf_peft_config_loaded = mark
 
@@ -188,6 +197,15 @@ def _name_class(target: Path, base: PreTrainedModel, dtype: str, told: dict[str,
     cls = f"{CODE_FILE.removesuffix('.py')}.{class_name(type(base))}"
     config |= {"auto_map": dict.fromkeys(_AUTO_CLASSES, cls), "engram_graft": told}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_tokenizer(reopened: TokenMap, wanted: dict[str, Any], given: PreTrainedTokenizerBase) -> None:
+    """Raise unless the written tokenizer opens as the one that the memory was trained with."""
+    if reopened.fingerprint != wanted["fingerprint"]:
+        raise UserError(
+            f"the tokenizer reopens with {len(reopened.lookup)} ids, it was given with {len(given)} and the memory was trained with "
+            f"{wanted['ids']}: its rows would be noise. Pass the one it was trained with, as AutoTokenizer opens it"
+        )
 
 
 def _check_tensors(written: dict[str, Tensor], reopened: nn.Module) -> None:

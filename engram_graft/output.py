@@ -1,6 +1,7 @@
 """Writing results so that a failure leaves no half of them: whole files, moved into place at the end."""
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -15,7 +16,13 @@ from engram_graft.errors import UserError, first_line
 def require_free(path: str | Path) -> None:
     """Raise `UserError` if `path` exists and is anything but an empty directory."""
     target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    try:
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except (OSError, ValueError) as error:  # too long, a NUL, no right to look
+        raise UserError(
+            f"output {str(path)[:80]!r}: cannot be a directory ({getattr(error, 'strerror', None) or error})"
+        ) from error
+    if taken:
         raise UserError(f"output {path}: exists and is not empty; choose another directory or remove this one")
 
 
@@ -24,18 +31,22 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     """A directory for a run's results. If the run fails it is as before, unless it holds a checkpoint to resume from.
 
     Raises:
-        UserError: it exists and is not empty, or cannot be made.
+        UserError: it exists and is not empty, or cannot be made; the disk is full.
     """
     directory = Path(path)
     require_free(directory)
     made = _make(directory)
     try:
         yield directory
-    except BaseException:
+    except BaseException as error:
         if not any(directory.glob("checkpoint-*")):
             for child in directory.iterdir():
                 shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
             _unmake(made)
+        if not isinstance(error, UserError) and os.strerror(errno.ENOSPC) in str(
+            error
+        ):  # each library has an error of its own for it
+            raise UserError(f"output {path}: cannot be written ({os.strerror(errno.ENOSPC)})") from error
         raise
 
 

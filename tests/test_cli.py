@@ -488,6 +488,12 @@ def test_the_wrong_base_is_refused_and_a_copy_of_the_right_one_is_not(graft: Pat
         (["generate", "{graft}", "--prompt", "x", "--device", "nowhere"], "'nowhere'"),
         (["generate", "{graft}", "--prompt", "x", "--dtype", "float7"], "float7"),
         (["export", "{graft}", "--output", "{out}", "--max-shard-size", "big"], "big"),
+        (["export", "{graft}", "--output", "x" * 300], "File name too long"),
+        (
+            ["export", "{graft}", "--output", "{out}", "--adapter-only", "--max-shard-size", "1GB"],
+            "--max-shard-size has no meaning",
+        ),
+        (["export", "{graft}", "--output", "{out}", "--layout", "qwen4_exp", "--table-dir", "t"], "--table-dir has no meaning"),
         (["probe", "{graft}", "--batch-size", "0"], "batch_size"),
         (["probe", "{graft}", "--data", "no.jsonl", "--output", "{graft}-elsewhere"], "no.jsonl"),
         (["probe", "{graft}", "--data", "no.jsonl"], "--data needs --output"),

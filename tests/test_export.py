@@ -1,5 +1,6 @@
 """Export: one directory, reloaded bit for bit; LoRA merged in float32 and cast once; a failed check leaves nothing."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -287,12 +288,15 @@ def test_several_adapters_are_chosen_from(tmp_path: Path, tokenizer: Any, ids: A
     [
         ({"dtype": "float7"}, "dtype='float7': must be one of float32"),
         ({"tables": "full"}, "tables='full': must be one of sparse, dense"),
+        ({"tables": None}, "tables=None: must be one of sparse, dense"),
+        ({"max_shard_size": "1KiB"}, "max_shard_size='1KiB': must look like 500MB"),
+        ({"max_shard_size": 5}, "max_shard_size=5: must look like 500MB"),
         ({"table_dtype": "int4"}, "table_dtype='int4': must be one of"),
         ({"adapter": "default"}, "no LoRA adapter 'default'; the model has none"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_written(
-    options: dict[str, str], says: str, tmp_path: Path, grafted: Any, tokenizer: Any
+    options: dict[str, Any], says: str, tmp_path: Path, grafted: Any, tokenizer: Any
 ) -> None:
     with pytest.raises(UserError, match=says):
         eg.export_merged(grafted(), tokenizer, tmp_path / "m", **options)
@@ -305,6 +309,20 @@ def test_an_export_of_an_export_is_the_same(tmp_path: Path, grafted: Any, tokeni
     eg.export_merged(loaded, again, tmp_path / "two")
     assert torch.equal(reopen(tmp_path / "two")(ids).logits, reopen(tmp_path / "one")(ids).logits)
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()
+
+
+def test_another_tokenizer_or_a_resized_embedding_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<|new|>"])
+    with pytest.raises(UserError, match="reopens with 321 ids, it was given with 321 and the memory was trained with 320"):
+        eg.export_merged(grafted(), other, tmp_path / "m")
+    with pytest.raises(UserError, match="reopens with 321 ids, it was given with 320"):  # qwen2's own class adds a token
+        eg.export_merged(grafted("qwen2"), tokenizer, tmp_path / "m")
+    model = grafted()
+    model.resize_token_embeddings(340)
+    with pytest.raises(UserError, match="resized to 340 rows after the graft, which knows 328 ids"):
+        eg.export_merged(model, tokenizer, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_what_a_dtype_cannot_say_is_refused(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
@@ -327,6 +345,14 @@ def test_logits_that_are_no_numbers_are_no_agreement(tmp_path: Path, grafted: An
         model.model.norm.weight[0] = float("inf")
     with pytest.raises(PromiseError, match="not all numbers"):
         eg.export_merged(model, tokenizer, tmp_path / "m", dtype="bfloat16")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_base_that_transformers_does_not_save_is_a_clear_error(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    model = grafted()
+    model.generation_config.temperature = 0.3
+    with pytest.raises(UserError, match="refuses to save this base: .*temperature"):
+        eg.export_merged(model, tokenizer, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 

@@ -23,7 +23,6 @@ from engram_graft.compress import compress
 from engram_graft.errors import UserError
 from engram_graft.files import read_graft
 from engram_graft.grafted import disable_graft, find_graft, memories
-from engram_graft.integrity import read_description, write_description
 from engram_graft.layouts import import_memory, write_layout
 from engram_graft.weights import INDEX
 from engram_graft.window import Window
@@ -236,16 +235,20 @@ def test_a_memory_trained_in_the_layout_of_qwen4_exp_comes_back_bit_for_bit(
     assert one.table.count_seen() > other.table.count_seen(), "control: the graft had rows that nobody looked up"
 
 
-def test_an_export_that_says_of_no_base_is_written_as_the_graft_is(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_export_saved_again_is_written_as_its_graft_is_and_no_option_of_its_import_is_ignored(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     model, directory = trained(tokenizer, tmp_path / "graft")
-    eg.export_merged(model, tokenizer, tmp_path / "merged")
-    described = read_description(tmp_path / "merged")
-    described["base"]["fingerprint"] = None  # as after `save_pretrained` of what was opened without the toolkit
-    write_description(tmp_path / "merged", described)
-    for source, output in ((directory, "one"), (tmp_path / "merged", "two")):
-        write_layout(source, "qwen4_exp", tmp_path / output)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "m", trust_remote_code=True)
+    reopened.save_pretrained(tmp_path / "again")
+    for source, target in ((directory, "one"), (tmp_path / "again", "two")):
+        write_layout(source, "qwen4_exp", tmp_path / target)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
+    command = ["import", str(tmp_path / "m"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16", "--table-dir", "t"]
+    assert "leave out --dtype, --table-dir" in str(CliRunner().invoke(app, command).exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_gain_that_its_difference_from_one_cannot_say_is_measured(tokenizer: Any, tmp_path: Path) -> None:

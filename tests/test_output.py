@@ -88,6 +88,22 @@ def test_new_directory_through_a_link_gives_the_blocks_own_error_and_keeps_the_l
     assert tree(tmp_path / "disk") == {} and (tmp_path / "out").is_symlink()
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")])
+def test_new_directory_says_in_one_line_that_the_disk_is_full(error: Exception, tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="cannot be written .No space left on device.$"),
+        new_directory(tmp_path / "out") as directory,
+    ):
+        (directory / "half").write_text("x")
+        raise error
+    assert not (tmp_path / "out").exists()
+
+
+def test_new_directory_refuses_a_name_that_cannot_be_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be a directory .File name too long"), new_directory(tmp_path / ("x" * 300)):
+        raise AssertionError
+
+
 # -- all_or_nothing
 
 
