@@ -124,7 +124,8 @@ def load_graft(
         model: nn.Module = base
     else:
         first = next(iter(packs.values()))
-        source = str(base) if base else (str(first) if described[0]["merged"] else described[0]["base"]["name"])
+        # absolute: a directory may be named as an alias is, and what is saved from it is opened from elsewhere
+        source = str(base) if base else (str(first.absolute()) if described[0]["merged"] else described[0]["base"]["name"])
         exact = described[0]["merged"] and not base
         model, loaded_tokenizer = load_base(source, dtype or described[0]["base"]["dtype"], exact)
         tokenizer = tokenizer or loaded_tokenizer
@@ -154,7 +155,9 @@ def _load(
         )
     if described["base"]["fingerprint"] is not None:
         check_base(model, described["base"]["fingerprint"])
-    elif unwrap(model).name_or_path != str(directory):  # what an export's own code saved again: its files are its base
+    elif (
+        Path(unwrap(model).name_or_path).absolute() != directory.absolute()
+    ):  # what an export's own code saved again: its files are its base
         raise UserError(
             f"{directory}: says of no other base that it fits; load it without base=, alone or as the first of several"
         )

@@ -41,9 +41,9 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
             expected[name] = decode(coded["values"], coded.get("scale"), tensor.dtype)
     base = dict(described["base"])
     if base.pop("changed", False):
-        base["name"] = str(source)
+        base["name"] = str(source.absolute())
     if base["fingerprint"] is None:
-        base["fingerprint"] = fingerprint(load_base(str(source), base["dtype"])[0])
+        base["fingerprint"] = fingerprint(load_base(str(source.absolute()), base["dtype"])[0])
     described |= {"base": base, "merged": False, "tables": {"layout": "sparse", "code": code}}
     with new_directory(output) as target:
         for name in _KEPT:

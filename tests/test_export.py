@@ -415,3 +415,16 @@ def test_a_failed_repack_leaves_nothing(tmp_path: Path, grafted: Any, monkeypatc
     with pytest.raises(UserError, match="corrupt"):
         repack(tmp_path / "graft", tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
+
+
+def test_an_export_named_as_an_alias_opens_by_a_relative_name(
+    tmp_path: Path, grafted: Any, tokenizer: Any, ids: Any, monkeypatch: Any
+) -> None:
+    model = grafted()
+    monkeypatch.chdir(tmp_path)
+    eg.export_merged(model, tokenizer, "smollm2", dtype="bfloat16")
+    loaded, _ = eg.load_graft("smollm2")
+    assert torch.equal(loaded(ids).logits, reopen(tmp_path / "smollm2")(ids).logits)
+    repack("smollm2", "back")
+    monkeypatch.chdir("/")
+    assert torch.equal(eg.load_graft(tmp_path / "back")[0](ids).logits, loaded(ids).logits)
