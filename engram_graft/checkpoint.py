@@ -155,9 +155,8 @@ def _load(
         )
     if described["base"]["fingerprint"] is not None:
         check_base(model, described["base"]["fingerprint"])
-    elif (
-        Path(unwrap(model).name_or_path).absolute() != directory.absolute()
-    ):  # what an export's own code saved again: its files are its base
+    elif Path(str(unwrap(model).name_or_path)).absolute() != directory.absolute():
+        # an export saved again by its own code: its files are its base
         raise UserError(
             f"{directory}: says of no other base that it fits; load it without base=, alone or as the first of several"
         )
