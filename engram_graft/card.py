@@ -39,8 +39,8 @@ def _merged() -> list[str]:
         "",
         "This needs transformers 5.24 or newer and nothing else: `modeling_engram.py` is the memory's code. **Without "
         "`trust_remote_code=True` the same line opens the base with LoRA merged and without the memory**; it then lists the memory's "
-        "tensors as unexpected. Other auto classes open the base too, whatever the flag. With engram-graft, `engram_graft.load_graft` opens "
-        "it to be probed, trained further or exported again.",
+        "tensors as unexpected. Other auto classes open the base too, whatever the flag. With engram-graft, `engram_graft.load_graft` "
+        "opens it to be probed, trained further or exported again.",
     ]
 
 
