@@ -22,7 +22,9 @@ HELP_END = examples(
 def command(
     directory: Annotated[str, typer.Argument(help="A graft directory, or a hub id.")],
     output: Annotated[str, typer.Option(help="Directory to make; must not exist or be empty.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the base's weights; by default as they are.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the base's weights: float32, bfloat16 or float16; by default as they are.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     tables: Annotated[str, typer.Option(help="sparse: the learned rows; dense: every row.")] = "sparse",
     table_dtype: Annotated[str | None, typer.Option(help="Of the tables: float32, bfloat16, float16 or float8.")] = None,

@@ -48,6 +48,7 @@ def command(
         emit(result)
         return
     print(f"import    {result['layout']}: layers {result['layers']}, {result['rows']:,} rows")
+    print(f"base      {result['base']}")
     print(f"files     {output}: {', '.join(sorted(path.name for path in Path(output).iterdir()))}")
     print(f'next      engram-graft generate {output} --prompt "..."')
 

@@ -154,7 +154,10 @@ def _load(
             f"({described['tokenizer']['compressed']}) and {described['tokenizer']['fingerprint'][:12]}; its rows would be noise"
         )
     if described["base"]["fingerprint"] is not None:
-        check_base(model, described["base"]["fingerprint"])
+        try:
+            check_base(model, described["base"]["fingerprint"])
+        except UserError as error:
+            raise UserError(f"{directory}: {error}") from error
     elif Path(str(unwrap(model).name_or_path)).absolute() != directory.absolute():
         # an export saved again by its own code: its files are its base
         raise UserError(

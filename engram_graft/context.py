@@ -62,8 +62,8 @@ def build_context(
     if input_ids is None:
         raise UserError(
             "the memory needs token ids and this call has only inputs_embeds: pass the ids beside them as "
-            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids), wrap generate in engram_graft.grafted.explicit_ids(model, ids), or run "
-            "without memory inside disable_graft(model)"
+            f"model(inputs_embeds=..., {IDS_KEYWORD}=ids). For generate, and to run without memory, engram-graft has "
+            "engram_graft.grafted.explicit_ids(model, ids) and disable_graft(model)"
         )
     embeds = given.get("inputs_embeds")
     if embeds is not None and given.get("input_ids") is None:

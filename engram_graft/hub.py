@@ -126,7 +126,8 @@ def _explained(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (_HTTPError, OSError, ValueError) as error:
-        raise UserError(f"{what} ({first_line(error)}); {_next_step(error)}") from error
+        said = first_line(error).partition(" To enable hf.co")[0]  # the rest advises an option that is not ours
+        raise UserError(f"{what} ({said}); {_next_step(error)}") from error
 
 
 def _next_step(error: BaseException) -> str:
@@ -146,4 +147,4 @@ def _next_step(error: BaseException) -> str:
         return "try again later"
     if isinstance(error, LocalEntryNotFoundError):
         return "check the name and the network; the local cache has no copy"
-    return "check the network, or give a directory"
+    return "check the network"

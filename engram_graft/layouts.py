@@ -34,7 +34,7 @@ LAYOUTS: dict[str, Any] = {"qwen4_exp": qwen4_exp, "deepseek_v41": deepseek}
 def recognise(source: Path) -> tuple[str, dict[str, Any]]:
     """Which layout a checkpoint's memory has, by its config.json, and its text config. Raises `UserError` if it has none."""
     if (source / CONFIG_FILE).is_file():
-        raise UserError(f"{source} holds a memory of this toolkit: load_graft opens it as it is")
+        raise UserError(f"{source} is a graft directory already: use it as it is")
     config = read_json(source / "config.json")
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config

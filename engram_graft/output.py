@@ -12,6 +12,9 @@ from safetensors import SafetensorError
 
 from engram_graft.errors import UserError, first_line
 
+_UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(_UMASK)
+
 
 def require_free(path: str | Path) -> None:
     """Raise `UserError` if `path` exists and is anything but an empty directory."""
@@ -38,14 +41,14 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     made = _make(directory)
     try:
         yield directory
+        _readable(directory)
     except BaseException as error:
         if not any(directory.glob("checkpoint-*")):
             for child in directory.iterdir():
                 shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
             _unmake(made)
-        if not isinstance(error, UserError) and os.strerror(errno.ENOSPC) in str(
-            error
-        ):  # each library has an error of its own for it
+        # each library has an error of its own for a full disk
+        if not isinstance(error, UserError) and os.strerror(errno.ENOSPC) in str(error):
             raise UserError(f"output {path}: cannot be written ({os.strerror(errno.ENOSPC)})") from error
         raise
 
@@ -64,6 +67,7 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
             yield scratch
         except (OSError, SafetensorError) as error:
             raise UserError(f"output {directory}: cannot be written ({first_line(error)})") from error
+        _readable(scratch)
         for path in scratch.rglob("*"):
             sync(path)
         for path in sorted(scratch.iterdir()):
@@ -75,6 +79,12 @@ def all_or_nothing(directory: str | Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _unmake(made)
+
+
+def _readable(directory: Path) -> None:
+    """Give files the rights that new files have: safetensors writes for their owner alone."""
+    for path in directory.glob("*.safetensors"):
+        path.chmod(0o666 & ~_UMASK)
 
 
 def sync(path: Path) -> None:

@@ -23,7 +23,7 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         table_dtype: of the tables' values, one of `codes.CODES`; by default as the memory computes, bit for bit.
 
     Returns:
-        {"layers", "rows": in all tables, "bytes": on disk, "table_bytes": of the tables}.
+        {"base": its name, "layers", "rows": in all tables, "bytes": on disk, "table_bytes": of the tables}.
 
     Raises:
         UserError: `source` is no graft, or damaged, or `output` is not empty.
@@ -54,6 +54,7 @@ def repack(source: str | Path, output: str | Path, table_dtype: str | None = Non
         if read.keys() != expected.keys() or not all(read[name].equal(tensor) for name, tensor in expected.items()):
             raise PromiseError(f"{output}: what was read back is not what was written")
         return {
+            "base": base["name"],
             "layers": list(config.layer_ids),
             "rows": sum(plan.table_rows),
             "bytes": sum(path.stat().st_size for path in target.iterdir()),

@@ -428,3 +428,14 @@ def test_an_export_named_as_an_alias_opens_by_a_relative_name(
     repack("smollm2", "back")
     monkeypatch.chdir("/")
     assert torch.equal(eg.load_graft(tmp_path / "back")[0](ids).logits, loaded(ids).logits)
+
+
+def test_others_may_read_what_is_written_as_they_may_any_new_file(tmp_path: Path, grafted: Any, tokenizer: Any) -> None:
+    model = grafted()
+    eg.export_merged(model, tokenizer, tmp_path / "m")
+    eg.save_graft(model, tmp_path / "graft")
+    repack(tmp_path / "m", tmp_path / "back")
+    (tmp_path / "new").write_text("")
+    expected = (tmp_path / "new").stat().st_mode
+    written = [path for name in ("m", "graft", "back") for path in (tmp_path / name).iterdir()]
+    assert {path.stat().st_mode for path in written} == {expected} and len(written) > 12
