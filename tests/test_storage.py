@@ -242,8 +242,8 @@ def test_zeros_in_memory_cost_nothing_until_written() -> None:
     array = Resident().zeros("position", (10_000_000,), torch.int32, CPU)
     array[[5, 9_999_999]] = 1
     assert held() - before < 5e6 and int(array[:1000].sum() + array[-1000:].sum()) == 2
-    control = torch.zeros(10_000_000, dtype=torch.int32)
-    assert held() - before > 30e6 and len(control)
+    array.fill_(1)  # control; memory of torch's own would be what an earlier test gave back
+    assert held() - before > 30e6
 
 
 def test_rows_are_read_ahead_and_an_error_there_is_not_silent(
