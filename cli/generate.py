@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json as json_format
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,8 @@ def command(
 
 def _named(directories: Sequence[str]) -> dict[str, str]:
     """Each directory by the name that it is given or has."""
+    from engram_graft.packs import PACK_NAME
+
     packs: dict[str, str] = {}
     for given in directories:
         name, named, path = given.partition("=")
@@ -90,6 +93,8 @@ def _named(directories: Sequence[str]) -> dict[str, str]:
             name, path = Path(given).absolute().name, given
         if name in packs:
             raise UserError(f"{packs[name]} and {path} are both named {name!r}: name one, e.g. another={path}")
+        if not re.fullmatch(PACK_NAME, name):
+            raise UserError(f"{path} is named {name!r}: letters, digits, _ and - only; give it a name, e.g. pack={path}")
         if name in ("all together", "base"):
             raise UserError(f"{path} is named {name!r}, as what it is compared with: give it a name, e.g. pack={path}")
         packs[name] = path

@@ -16,6 +16,7 @@ from engram_graft.grafted import find_graft, only_memories, require_grafts
 from engram_graft.hooks import ungraft
 from engram_graft.recall import DEFAULT
 
+PACK_NAME = r"[A-Za-z0-9_-]+"
 Directories = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
 
@@ -73,7 +74,7 @@ def name_packs(directory: Directories, name: str = DEFAULT) -> dict[str, Path]:
     if not packs:
         raise UserError("no directory to load: give one, a list or a dict of them")
     for given in packs:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", given):
+        if not re.fullmatch(PACK_NAME, given):
             raise UserError(
                 f"pack name {given!r}: letters, digits, _ and - only; give another as a dict's key, {{'name': directory}}"
             )

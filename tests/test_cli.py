@@ -782,6 +782,7 @@ def test_generate_takes_several_grafts_as_packs(trained: Trained, graft: Path) -
     (alone,) = json.loads(run("generate", graft, *prompt, "--json").out)["answers"]
     assert answer["packs"]["two"] == answer["packs"]["one"] == alone["graft"] and answer["base"] == alone["base"]
     refused(run("generate", graft, graft, *prompt), "both named 'graft'", f"another={graft}")
+    refused(run("generate", graft, f"a b={graft}", *prompt), "is named 'a b'", f"pack={graft}")
     refused(run("generate", f"base={graft}", graft, *prompt), "named 'base'", "pack=")
     refused(run("generate", f"a.b={graft}", graft, *prompt), "'a.b'", "letters, digits")
     refused(run("generate", graft, graft / "nowhere", *prompt), "nowhere", "no graft here")
