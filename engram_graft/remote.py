@@ -55,10 +55,8 @@ class EngramModel(PreTrainedModel):
         decoder: Any = self.get_submodule(told["decoder"])
         layers: Any = decoder.get_submodule(told["layers"])
         recall = Recall(memory, _no_plan(memory, told["ids"]), told["keywords"])
-        parts, device = (
-            [],
-            torch.get_default_device(),
-        )  # "meta" while transformers loads: a layer may have put some of its own elsewhere
+        parts = []
+        device = torch.get_default_device()  # "meta" while transformers loads: a layer may have put some of its own elsewhere
         for index, layer_id in enumerate(memory.layer_ids):
             rows = told["rows"][str(layer_id)]
             table: Any = LearnedRows(memory, layer_id, rows[0], rows[1], stored["layout"], stored["code"], device)
