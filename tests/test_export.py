@@ -92,6 +92,16 @@ def test_case_26_lora_is_merged_in_float32_and_cast_once(tokenizer: Any) -> None
     assert not torch.equal(merged, twice), "control: rounding twice is something else"
 
 
+def test_case_26_adapters_in_bfloat16_are_multiplied_in_float32_too(tokenizer: Any) -> None:
+    model = with_lora(tokenizer).to(torch.bfloat16)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    down, up = (matrix["default"].weight.float() for matrix in (layer.lora_A, layer.lora_B))
+    once = layer.weight.float() + up @ down * layer.scaling["default"]
+    merged = merged_state(model)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(merged, once.to(torch.bfloat16))
+    assert not torch.equal(merged, layer.weight + layer.get_delta_weight("default")), "control: in bfloat16 it is something else"
+
+
 def test_a_bfloat16_base_exports_and_reloads(tmp_path: Path, tokenizer: Any) -> None:
     model = with_lora(tokenizer, dtype=torch.bfloat16)
     eg.export_merged(model, tokenizer, tmp_path / "merged")
